@@ -1,0 +1,1 @@
+"""wm_ds: train WhiteMatter language models at scale with DeepSpeed."""
