@@ -1,0 +1,64 @@
+# make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
+# make test      the tests                 ARGS="tests/test_export.py -x" passes arguments to pytest
+# make lint      formatting, lint, type hints
+# make clean     removes what make demo and make test made, except .venv; make distclean removes that too
+#
+# Settings, on the command line or in the environment:
+#   PYTHON       the interpreter to build .venv with (3.11 or newer)
+#   TORCH_INDEX  an extra package index, for instance one with CPU builds of torch; without it pip decides,
+#                and PyPI's torch for Linux is the CUDA build (several GB, runs on a CPU as well)
+#   DEMO_TEXT    a text file or a folder of them to train the demo on, instead of fetching public-domain prose
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(PIN)
+# One fixed folder for DeepSpeed's compiled extensions, so that each is compiled once and not per job.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+BUILT := .cache/extensions-$(PIN)
+
+.PHONY: demo test lint clean distclean install
+.DELETE_ON_ERROR:
+
+demo: $(BUILT)
+	@$(VENV)/bin/python tools/demo.py
+
+test: $(BUILT)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+install: $(BUILT)
+
+# The stamp carries the pins' checksum: changed pins install again, unchanged ones cost nothing.
+$(INSTALLED):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no '$(PYTHON)' on PATH; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $$($(PYTHON) --version) is too old, 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "installing the pinned requirements into $(VENV) (once; one to three minutes)"
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV) || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) || { \
+	  echo "error: pip could not install requirements.txt (its message is above); run the same command again to go on" >&2; exit 1; }
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+$(BUILT): $(INSTALLED)
+	@$(VENV)/bin/python tools/build_extensions.py
+	@mkdir -p .cache && rm -f .cache/extensions-* && touch $@
+
+clean:
+	rm -rf runs/demo data/demo .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
