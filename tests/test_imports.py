@@ -59,7 +59,7 @@ def test_no_cycles():
 
 
 def test_model_stands_alone():
-    """An export ships wm_ds/model/*.py: only torch, transformers and `from .sibling import ...` exist there."""
+    """An export ships wm_ds/model/*.py: torch, transformers and sibling files are all that is there."""
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
     files = [path for name, path in MODULES.items() if name.startswith("wm_ds.model")]
     assert len(files) > 5

@@ -1,8 +1,8 @@
 """Compile the C++ extension that DeepSpeed needs on a machine without a GPU, before anything waits for it.
 
-The first `deepspeed.init_distributed` on a CPU compiles `deepspeed_shm_comm`, which takes up to a minute; with
-several ranks, or with a build that was killed and left its lock file behind, that looks like a hang. Here it
-is done once, alone and with a message. On a machine with a GPU there is nothing to do.
+The first `deepspeed.init_distributed` on a CPU compiles `deepspeed_shm_comm`, which takes up to a minute;
+with several ranks, or with a build that was killed and left its lock file behind, that looks like a hang.
+Here it is done once, alone and with a message. On a machine with a GPU there is nothing to do.
 """
 
 import fcntl
@@ -22,8 +22,8 @@ def main() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with (Path(folder) / "wm_ds.lock").open("w") as own_lock:
         fcntl.flock(own_lock, fcntl.LOCK_EX)
-        # While we hold our own lock, a `lock` of torch's builder can only be left from a killed build; torch would
-        # wait for it without end.
+        # While we hold our own lock, a `lock` of torch's builder can only be left from a killed build;
+        # torch would wait for it without end.
         for stale in Path(folder).rglob("lock"):
             stale.unlink()
         build()
