@@ -1,0 +1,102 @@
+"""Norm, rotary embedding, feed-forward network and decoder block: Qwen3's, without K and V projections.
+
+Shapes: B rows, n positions of a step, D width, I feed-forward width, H query heads, G KV heads, d head width,
+m slots of the pool's buffer that the queries may reach.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import Slots, attend
+from .configuration import WhiteMatterConfig
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in at least float32, returned in x's dtype times the weight's."""
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    x_wide = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    return weight * x_wide.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with one weight vector [size]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rotary_table(
+    position_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, d] of the rotary angles, in at least float32 whatever the model's dtype.
+
+    Computed for every forward instead of being kept in a buffer: nothing can cast it to bfloat16, and nothing
+    is left uninitialised when a model is built on the meta device.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=position_BT.device) / head_dim
+    angle = position_BT[..., None].to(dtype) * (1.0 / theta**exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies the rotary embedding to x [..., d], in the table's precision; returns x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward network, no biases."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PoolAttention(nn.Module):
+    """Attention of a step's queries to one channel of the pool; it has no K and V of its own (§3.1, step 3)."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, x_BnD: Tensor, slots: Slots, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        q_BnHd = self.q_norm(self.q_proj(x_BnD).unflatten(-1, (-1, self.head_dim)))
+        q_BHnd = rotate(q_BnHd, cos[:, :, None], sin[:, :, None]).transpose(1, 2)
+        out_BHnd = attend(q_BHnd, keys, values, slots)
+        return self.o_proj(out_BHnd.transpose(1, 2).flatten(2))
+
+
+class WhiteMatterDecoderLayer(nn.Module):
+    """`x + o(attention(norm x))`, then `x + mlp(norm x)`."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = PoolAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x_BnD: Tensor, slots: Slots, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        x_BnD = x_BnD + self.self_attn(self.input_layernorm(x_BnD), slots, cos, sin, keys, values)
+        return x_BnD + self.mlp(self.post_attention_layernorm(x_BnD))

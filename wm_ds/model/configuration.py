@@ -1,0 +1,121 @@
+"""The configuration of a WhiteMatter model: Qwen3's field names plus those of the cross-layer KV pool."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+ROUTER_INITS = ("auto", "top", "cyclic", "shifted")
+
+
+class WhiteMatterConfig(PreTrainedConfig):
+    """Shape and schedule of a WhiteMatter model.
+
+    The block fields (`hidden_size` … `tie_word_embeddings`) mean what they mean in transformers' Qwen3.
+
+    Args:
+        num_kv_channels: k, the number of KV channels that all layers share; 1 <= k <= num_hidden_layers.
+            Layer l reads channel l mod k (paper §3.1, step 3). The cache is k/L of the vanilla one.
+        router_stride: p; the router reads the states of layers L-1, L-1-p, L-1-2p, … (§3.1, step 1).
+        router_init: which source states the channels start from. "top": every channel starts as the top
+            state; "cyclic": source l starts in channel l mod k; "shifted": channel j starts as source
+            min(j+1, L-1); "auto": top for k = 1, shifted for k = L, cyclic between (§3.1).
+        num_groups: g, strided token groups of a training pass (§3.3).
+        no_grad_passes: detached passes at the start of a training step.
+        grad_passes: passes that carry gradient after them; the loss is on the last one.
+        prefill_passes: passes of a forward without gradient; None means as many as training runs.
+        prefill_groups: groups of a forward without gradient; None means num_groups.
+
+    Raises:
+        ValueError: a field is out of its range; the message names the field, the value and the limit.
+    """
+
+    model_type = "whitematter"
+    keys_to_ignore_at_inference = ("past_key_values", "cache")
+
+    def __init__(
+        self,
+        vocab_size: int = 151936,
+        hidden_size: int = 512,
+        intermediate_size: int = 1536,
+        num_hidden_layers: int = 16,
+        num_attention_heads: int = 6,
+        num_key_value_heads: int = 3,
+        head_dim: int = 96,
+        max_position_embeddings: int = 2048,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 1_000_000.0,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = False,
+        num_kv_channels: int = 16,
+        router_stride: int = 2,
+        router_init: str = "auto",
+        num_groups: int = 8,
+        no_grad_passes: int = 1,
+        grad_passes: int = 2,
+        prefill_passes: int | None = None,
+        prefill_groups: int | None = None,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.initializer_range = initializer_range
+        self.num_kv_channels = num_kv_channels
+        self.router_stride = router_stride
+        self.router_init = router_init
+        self.num_groups = num_groups
+        self.no_grad_passes = no_grad_passes
+        self.grad_passes = grad_passes
+        self.prefill_passes = no_grad_passes + grad_passes if prefill_passes is None else prefill_passes
+        self.prefill_groups = num_groups if prefill_groups is None else prefill_groups
+        self.use_cache = use_cache
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self._check()
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.tie_word_embeddings = tie_word_embeddings
+
+    def _check(self) -> None:
+        at_least_one = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+            "head_dim router_stride num_groups grad_passes prefill_passes prefill_groups"
+        )
+        for name in at_least_one.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.no_grad_passes < 0:
+            raise ValueError(f"no_grad_passes is {self.no_grad_passes}; it cannot be negative")
+        if not 1 <= self.num_kv_channels <= self.num_hidden_layers:
+            raise ValueError(
+                f"num_kv_channels is {self.num_kv_channels}; it must lie between 1 and num_hidden_layers "
+                f"({self.num_hidden_layers}), since every layer reads one channel"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if self.router_init not in ROUTER_INITS:
+            raise ValueError(f"router_init is {self.router_init!r}; choose one of {', '.join(ROUTER_INITS)}")
+
+    @property
+    def router_sources(self) -> list[int]:
+        """The layers whose states the router reads, ascending (L' of them)."""
+        return sorted(range(self.num_hidden_layers - 1, -1, -self.router_stride))
+
+
+__all__ = ["WhiteMatterConfig"]

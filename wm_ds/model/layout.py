@@ -1,0 +1,130 @@
+"""Where the tokens of a batch lie while the passes run.
+
+Groups go by position, and two things must not change a document's numbers: where its row begins, and how much
+padding stands before it. So padded rows are moved to the left edge of a workspace, and rows that continue a
+cache begin at the column that their position in the text has within a period of the schedule.
+
+Shapes: B rows, T columns of the batch, P cached columns, W workspace columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Visibility
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way from batch columns to workspace columns and back.
+
+    Attributes:
+        width: W.
+        visibility: who exists and who may see whom, in workspace columns.
+        position_BW: rotary positions, [B or 1, W].
+        column_BT: workspace column of each token; None when it is the token's own column.
+        real_BT: False for padding; None when there is none.
+    """
+
+    width: int
+    visibility: Visibility
+    position_BW: Tensor
+    column_BT: Tensor | None = None
+    real_BT: Tensor | None = None
+
+    def to_workspace(self, x: Tensor) -> Tensor:
+        """[B, T, …] to [B, W, …]; columns without a token are zero."""
+        if self.column_BT is None:
+            return x
+        column = torch.where(self.real_BT, self.column_BT, self.width)
+        out = x.new_zeros(x.shape[0], self.width + 1, *x.shape[2:])
+        index = column.reshape(*column.shape, *[1] * (x.dim() - 2)).expand_as(x)
+        return out.scatter(1, index, x)[:, : self.width]
+
+    def to_batch(self, x: Tensor, dim: int = 1) -> Tensor:
+        """[B, W, …] to [B, T, …] (rows at dim - 1 … or 0, columns at `dim`); padding is zero."""
+        if self.column_BT is None:
+            return x
+        shape = [1] * x.dim()
+        rows_at = 0 if dim == 1 else 1
+        shape[rows_at], shape[dim] = self.column_BT.shape
+        size = list(x.shape)
+        size[dim] = self.column_BT.shape[1]
+        out = x.gather(dim, self.column_BT.view(shape).expand(size))
+        return out * self.real_BT.view(shape).to(x.dtype)
+
+
+def lay_out(
+    rows: int,
+    length: int,
+    past: int,
+    period: int,
+    device: torch.device,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Layout:
+    """
+    Args:
+        rows, length, past: B, T, P.
+        period: columns by which a row may be shifted without changing the schedule's effect on it.
+        attention_mask: [B, P+T], nonzero for tokens; None when there is no padding.
+        position_ids: rotary positions [B or 1, T]; by default the count of tokens before, within the document
+            where documents are given.
+        document_ids: [B, T], the document of every token, -1 for filler; only without a cache.
+
+    Raises:
+        ValueError: a mask of another shape, or documents together with a cache.
+    """
+    if document_ids is not None and past:
+        raise ValueError("document_ids describe whole rows and cannot be combined with cached tokens")
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (rows, past + length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
+                f"{(rows, past + length)}: a column for each of {past} cached and {length} new tokens"
+            )
+        attention_mask = attention_mask.bool()
+        if bool(attention_mask.all()):
+            attention_mask = None
+    shift = 0 if length == 1 else past % period
+    if attention_mask is None and shift == 0:
+        if position_ids is None:
+            if document_ids is None:
+                position_ids = torch.arange(past, past + length, device=device)[None]
+            else:
+                position_ids = _within_documents(document_ids)
+        return Layout(length, Visibility(past, None, document_ids), position_ids)
+
+    if attention_mask is None:
+        attention_mask = torch.ones(rows, past + length, dtype=torch.bool, device=device)
+    past_BP, real_BT = attention_mask[:, :past], attention_mask[:, past:]
+    before_B1 = past_BP.sum(1, keepdim=True)
+    start_B1 = torch.zeros_like(before_B1) if length == 1 else before_B1 % period
+    order_BT = real_BT.cumsum(1) - 1
+    column_BT = torch.where(real_BT, start_B1 + order_BT, 0)
+    width = max(1, int((column_BT * real_BT).max()) + 1)
+    layout = Layout(width, Visibility(past, past_BP, None), order_BT, column_BT, real_BT)
+    if document_ids is None:
+        document_ids = torch.zeros_like(order_BT)
+        if position_ids is None:
+            position_ids = before_B1 + order_BT
+    # Documents travel as id + 1, so that the zeros of empty columns become -1.
+    document_BW = layout.to_workspace(document_ids + 1) - 1
+    if position_ids is None:
+        position_BW = _within_documents(document_BW)
+    else:
+        position_BW = layout.to_workspace(position_ids.expand(rows, -1))
+    visibility = Visibility(past, past_BP if past else None, document_BW)
+    return Layout(width, visibility, position_BW, column_BT, real_BT)
+
+
+def _within_documents(document_BW: Tensor) -> Tensor:
+    """Positions that start at 0 with every run of equal document ids."""
+    index = torch.arange(document_BW.shape[1], device=document_BW.device).expand_as(document_BW)
+    starts = torch.ones_like(document_BW, dtype=torch.bool)
+    starts[:, 1:] = document_BW[:, 1:] != document_BW[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values

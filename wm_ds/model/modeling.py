@@ -1,0 +1,264 @@
+"""WhiteMatter as a transformers model: embeddings, the passes, language-model head, generation.
+
+This package is self-contained (torch and transformers only): it is what training trains, and its files travel
+with every exported checkpoint.
+
+Shapes: B rows, T tokens, W workspace columns, D width, V vocabulary, k channels, G KV heads, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
+from .cache import WhiteMatterCache, append, cached_pool
+from .configuration import WhiteMatterConfig
+from .layout import lay_out
+from .passes import run_passes
+from .pool import Pool, PoolBranch, initial_router_bias
+from .schedule import Schedule
+
+# transformers renamed the argument and output field `past_key_values` to `cache` within version 5.
+CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class WhiteMatterPreTrainedModel(PreTrainedModel):
+    """Weight initialisation and the facts that transformers wants to know about a model."""
+
+    config_class = WhiteMatterConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    # All layers feed one pool and read it back: they stay together on one device.
+    _no_split_modules = ("WhiteMatterModel",)
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, PoolBranch):
+            init.ones_(module.source_norm)
+            init.ones_(module.channel_norm)
+            init.zeros_(module.router_weight)
+            init.copy_(module.router_bias, initial_router_bias(self.config))
+            init.normal_(module.proj, mean=0.0, std=std)
+            if module.head_norm is not None:
+                init.ones_(module.head_norm)
+        elif isinstance(module, WhiteMatterModel):
+            init.normal_(module.dummy_key, mean=0.0, std=std)
+            init.normal_(module.dummy_value, mean=0.0, std=std)
+
+
+class WhiteMatterModel(WhiteMatterPreTrainedModel):
+    """Embeddings, L blocks that share one pool of k KV channels, and the final norm.
+
+    Attributes:
+        recompute: what backward recomputes instead of keeping, see `passes.run_passes`. A run-time choice,
+            not part of the configuration; every choice gives the same gradients.
+        measure_residuals: keep each forward's per-pass residuals in `residuals` (how far a pass moved the
+            pool, relative).
+    """
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(WhiteMatterDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.pool = Pool(config)
+        shape = (config.num_kv_channels, config.num_key_value_heads, config.head_dim)
+        self.dummy_key = nn.Parameter(torch.zeros(shape))
+        self.dummy_value = nn.Parameter(torch.zeros(shape))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recompute = "none"
+        self.measure_residuals = False
+        self.residuals: Tensor | None = None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def training_schedule(self) -> Schedule:
+        """The configured passes of a training step."""
+        config = self.config
+        return Schedule.cyclic(
+            config.num_groups, config.no_grad_passes + config.grad_passes, config.no_grad_passes
+        )
+
+    def prefill_schedule(self) -> Schedule:
+        """The configured passes of a forward without gradient."""
+        return Schedule.cyclic(self.config.prefill_groups, self.config.prefill_passes)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        schedule: Schedule | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: [B, T]; or inputs_embeds, [B, T, D].
+            attention_mask: [B, P+T], zero for padding. Padding may stand on either side.
+            position_ids: rotary positions [B, T]; by default the number of tokens before, in the document.
+            past_key_values, cache: two names of the same cache (the first is transformers' older name).
+            use_cache: return a cache; default the configuration's in evaluation, no in training.
+            document_ids: [B, T], the document of each token in a packed row, -1 for filler. Tokens see
+                earlier tokens of their own document only.
+            schedule: the passes to run; default the training schedule in training mode, otherwise the
+                prefill schedule. One new token per row is always evaluated exactly.
+
+        Returns:
+            `last_hidden_state` [B, T, D] after the final norm (zero at padding), and the cache if asked for.
+
+        Raises:
+            ValueError: inputs that contradict each other. TypeError: a cache that is not a DynamicCache.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if cache is not None and not isinstance(cache, DynamicCache):
+            raise TypeError(
+                f"{type(cache).__name__} is not supported: WhiteMatter's cache holds num_kv_channels channels, "
+                "not layers; leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
+            )
+        if cache is None and use_cache:
+            cache = WhiteMatterCache()
+        past = None if cache is None else cached_pool(cache, self.config.num_kv_channels)
+        # A cache carries no gradient, so a forward that continues one runs without any.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and past is None):
+            hidden_BTD = self._run(
+                input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, past,
+                cache if use_cache else None,
+            )  # fmt: skip
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_BTD, **{CACHE_FIELD: cache if use_cache else None}
+        )
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        schedule: Schedule | None,
+        past: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if torch.is_grad_enabled() and not x_BTD.requires_grad:
+            # Frozen embeddings: the passes' chain of steps still needs a differentiable start.
+            x_BTD = x_BTD.detach().requires_grad_()
+        rows, length = x_BTD.shape[:2]
+        if schedule is None:
+            schedule = self.training_schedule() if self.training else self.prefill_schedule()
+        cached = 0 if past is None else past[0].shape[3]
+        layout = lay_out(
+            rows, length, cached, schedule.period, x_BTD.device, attention_mask, position_ids, document_ids
+        )
+        if not torch.is_grad_enabled():
+            schedule = schedule.capped(layout.width)
+        x_BWD = layout.to_workspace(x_BTD)
+        result = run_passes(
+            self.layers,
+            self.pool,
+            self.dummy_key,
+            self.dummy_value,
+            x_BWD,
+            rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype),
+            layout.visibility,
+            schedule,
+            past=past,
+            keep_cache=cache is not None,
+            recompute="group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute,
+            measure_residuals=self.measure_residuals,
+        )
+        self.residuals = result.residuals
+        if cache is not None:
+            new = [
+                layout.to_batch(buffer[:, :, :, 1 + cached :], dim=3)
+                for buffer in (result.keys, result.values)
+            ]
+            append(cache, *new)
+        return layout.to_batch(self.norm(result.hidden_BWD))
+
+
+class WhiteMatterForCausalLM(WhiteMatterPreTrainedModel, GenerationMixin):
+    """WhiteMatter with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__(config)
+        self.model = WhiteMatterModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """The model makes its own cache: k channels instead of L layers."""
+        return False
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_ids: Tensor | None = None,
+        schedule: Schedule | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            labels: [B, T], the input ids again, -100 where no loss is wanted (transformers' convention: the
+                model shifts them); gives the mean cross-entropy as `loss`.
+            logits_to_keep: compute logits for the last so many positions, or for these positions; 0 is all.
+            The rest: see WhiteMatterModel.forward.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            document_ids=document_ids,
+            schedule=schedule,
+            cache=cache,
+        )
+        hidden_BTD = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(hidden_BTD[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)}
+        )
+
+
+__all__ = ["WhiteMatterForCausalLM", "WhiteMatterModel", "WhiteMatterPreTrainedModel"]

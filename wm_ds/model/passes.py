@@ -1,0 +1,276 @@
+"""The fixed-point passes: one loop that runs any schedule, with or without gradient (paper §3.3).
+
+Shapes: B rows, W workspace positions, n positions of a step, L layers, D width, k channels, G KV heads, d head
+width, M = 1 + P + W slots of the pool's buffer (attention.py says who sees which).
+
+Every step runs the layers on its positions against the pool as it is and rewrites their pool entries. Dead work
+is left out: only a position's last update runs the last layer, whose output no pool reads; entries that no
+later step can see are not computed. With gradient, the first `no_grad` passes run detached. The gradient phase
+begins by pooling the detached states with gradient; the last detached pass writes just those entries, so that
+pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .attention import Slots, Visibility, slots_of
+from .pool import Pool
+from .schedule import Part, Schedule, Step
+from .tape import Tape, begin, columns, finish, overwrite, read, write
+
+RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """hidden_BWD: output of the last layer; keys, values: the pool's buffer [k, B, G, M, d];
+    residuals [passes]: relative change of the pool in each pass, where asked for."""
+
+    hidden_BWD: Tensor
+    keys: Tensor
+    values: Tensor
+    residuals: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one part of a step computes: its positions and pass, and which of its results anybody needs."""
+
+    positions: range
+    turn: int
+    needs_pool: bool
+    needs_hidden: bool
+
+
+def run_passes(
+    layers: nn.ModuleList,
+    pool: Pool,
+    dummy_key: Tensor,
+    dummy_value: Tensor,
+    x_BWD: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    schedule: Schedule,
+    *,
+    past: tuple[Tensor, Tensor] | None = None,
+    keep_cache: bool = False,
+    recompute: str = "none",
+    measure_residuals: bool = False,
+) -> PassResult:
+    """Runs `schedule` over the embeddings of a workspace.
+
+    Args:
+        layers, pool, dummy_key, dummy_value: the model's parts; dummies are [k, G, d].
+        x_BWD: token embeddings. Gradient flows, to them and to all parameters, if they require it.
+        rotary: cosines and sines of the positions, each [B or 1, W, d].
+        visibility: who exists and who may see whom.
+        past: keys and values of cached tokens, each [k, B, G, P, d]; only without gradient.
+        keep_cache: compute the pool entries of every position's last update, too.
+        recompute: what backward recomputes instead of keeping it: "none", "layer" (each layer), "group" (each
+            step of the schedule), "group+layer" (each step, and each layer inside its recomputation).
+        measure_residuals: report how far every pass moved the pool.
+
+    Raises:
+        ValueError: unknown recompute policy, or a cache together with gradient.
+    """
+    if recompute not in RECOMPUTE_POLICIES:
+        raise ValueError(f"recompute is {recompute!r}; choose one of {', '.join(RECOMPUTE_POLICIES)}")
+    with_grad = torch.is_grad_enabled() and x_BWD.requires_grad
+    if with_grad and past is not None:
+        raise ValueError("gradient does not flow through a cache: call the model under torch.no_grad()")
+    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute)
+    steps = schedule.steps(x_BWD.shape[1])
+    tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype)
+    start, work = _plan(steps, schedule.passes, x_BWD.shape[1], keep_cache)
+    residuals = x_BWD.new_zeros(schedule.passes, 2, dtype=torch.float32) if measure_residuals else None
+
+    # The start is pooled like a pass of its own, number -1; without any detached pass it carries gradient.
+    first_grad = schedule.no_grad if with_grad else schedule.passes
+    token = None
+    for parts in [*start, *work]:
+        results = []
+        for part in parts:
+            mode = "detached"
+            if with_grad and part.turn >= first_grad - 1:
+                mode = "pool" if 0 <= part.turn == first_grad - 1 else "all"
+                if token is None:
+                    token = begin(tape, x_BWD, dummy_key, dummy_value)
+            results.append(run.part(tape, part, mode, token))
+        # All parts of a step have read before the first one writes.
+        for part, (keys, values, h_BnD) in zip(parts, results):
+            relaxation = schedule.relaxation if part.turn >= 1 else 1.0
+            if residuals is not None and part.turn >= 0 and keys is not None:
+                residuals[part.turn] += _change(tape, part, keys, values)
+            if token is not None:
+                token = write(tape, part.positions, relaxation, token, keys, values, h_BnD)
+                continue
+            if keys is not None:
+                overwrite(tape.keys, tape.slots(part.positions), keys, relaxation)
+                overwrite(tape.values, tape.slots(part.positions), values, relaxation)
+            if h_BnD is not None:
+                tape.hidden_BWD[:, columns(part.positions)] = h_BnD
+    hidden_BWD = tape.hidden_BWD if token is None else finish(tape, token)
+    if residuals is not None:
+        residuals = (residuals[:, 0] / residuals[:, 1].clamp_min(1e-30)).sqrt()
+    return PassResult(hidden_BWD, tape.keys, tape.values, residuals)
+
+
+class _Run:
+    """Runs parts of steps. Masks are built once per set of positions and serve every layer and pass."""
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        pool: Pool,
+        x_BWD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        visibility: Visibility,
+        recompute: str,
+    ) -> None:
+        self.layers, self.pool, self.rotary = layers, pool, rotary
+        self.visibility, self.recompute = visibility, recompute
+        self.device = x_BWD.device
+        autocast = torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(
+            self.device.type
+        )
+        self.dtype = torch.get_autocast_dtype(self.device.type) if autocast else x_BWD.dtype
+        self.no_token = x_BWD.new_zeros(())
+        self.masks: dict[range, Slots] = {}
+
+    def slots(self, positions: range) -> Slots:
+        if positions not in self.masks:
+            self.masks[positions] = slots_of(positions, self.visibility, self.dtype, self.device)
+        return self.masks[positions]
+
+    def part(
+        self, tape: Tape, part: _Work, mode: str, token: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """New pool entries (keys, values: [k, B, G, n, d]) and final states [B, n, D] of one part of a step.
+
+        mode: "detached" (no gradient), "pool" (layers detached, the pool with gradient), "all".
+        """
+        if mode == "detached":
+            with torch.no_grad():
+                return self._compute(tape, part, mode, None)
+        if "group" in self.recompute:
+
+            def again(token: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+                return self._compute(tape, part, mode, token)
+
+            return checkpoint(again, token, use_reentrant=False, preserve_rng_state=False)
+        return self._compute(tape, part, mode, token)
+
+    def _compute(
+        self, tape: Tape, part: _Work, mode: str, token: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        cos, sin = (table[:, columns(part.positions)] for table in self.rotary)
+        slots = self.slots(part.positions)
+        with torch.set_grad_enabled(mode == "all"):
+            x_BnD, keys, values = read(
+                tape, part.positions, slots.lengths, self.no_token if token is None else token
+            )
+            if part.turn < 0:
+                states, h_BnD = [x_BnD], None
+            else:
+                states, h_BnD = self._layers(x_BnD, slots, cos, sin, keys, values, part.needs_hidden, mode)
+        if not part.needs_pool:
+            return None, None, h_BnD
+        new_keys, new_values = self.pool(states, cos, sin, token if mode == "pool" else None)
+        return new_keys, new_values, h_BnD
+
+    def _layers(
+        self,
+        h_BnD: Tensor,
+        slots: Slots,
+        cos: Tensor,
+        sin: Tensor,
+        keys: list[list[Tensor]],
+        values: list[list[Tensor]],
+        to_the_end: bool,
+        mode: str,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The states entering every layer, and the last layer's output if asked for."""
+        states = []
+        for index, layer in enumerate(self.layers):
+            states.append(h_BnD)
+            if index == len(self.layers) - 1 and not to_the_end:
+                return states, None
+            channel = index % len(keys)
+            inputs = (h_BnD, slots, cos, sin, keys[channel], values[channel])
+            if "layer" in self.recompute and mode == "all":
+                h_BnD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h_BnD = layer(*inputs)
+        return states, h_BnD
+
+
+def _empty_tape(
+    x_BWD: Tensor,
+    dummy_key: Tensor,
+    dummy_value: Tensor,
+    past: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> Tape:
+    """The buffers before the first step: dummy and cached tokens in place, the rest zero."""
+    rows, width = x_BWD.shape[:2]
+    cached = 0 if past is None else past[0].shape[3]
+    channels, heads, head_dim = dummy_key.shape
+    buffers = []
+    for dummy, old in zip((dummy_key, dummy_value), past or (None, None)):
+        buffer = x_BWD.new_zeros(channels, rows, heads, 1 + cached + width, head_dim, dtype=dtype)
+        buffer[:, :, :, 0] = dummy.detach()[:, None]
+        if old is not None:
+            buffer[:, :, :, 1 : 1 + cached] = old
+        buffers.append(buffer)
+    x_BWD = x_BWD.detach()
+    return Tape(*buffers, x_BWD, torch.zeros_like(x_BWD), 1 + cached)
+
+
+def _plan(
+    steps: list[Step], passes: int, length: int, keep_cache: bool
+) -> tuple[list[tuple[_Work, ...]], list[tuple[_Work, ...]]]:
+    """Which results each part must produce, by a walk backwards over the schedule.
+
+    `reach[i]` is the furthest position that reads position i's entry before it is next rewritten; an entry is
+    needed only if that lies beyond i. Returns the pooling of the start (in pieces as large as the largest
+    step) and the steps.
+    """
+    reach = torch.full((length,), length if keep_cache else -1)
+    index = torch.arange(length)
+    work: list[tuple[_Work, ...]] = []
+    for parts in reversed(steps):
+        planned = []
+        for part in parts:
+            at = columns(part.positions)
+            planned.append(
+                _Work(part.positions, part.turn, bool((reach[at] > index[at]).any()), part.turn == passes - 1)
+            )
+        for part in parts:
+            reach[columns(part.positions)] = -1
+        reach.clamp_(min=max(part.positions[-1] for part in parts))
+        work.append(tuple(planned))
+    unread = torch.nonzero(reach > index).flatten().tolist()
+    start = []
+    if unread:
+        piece = max(len(part.positions) for parts in steps for part in parts)
+        stop = unread[-1] + 1
+        start = [
+            (_Work(range(at, min(at + piece, stop)), -1, True, False),)
+            for at in range(unread[0], stop, piece)
+        ]
+    return start, work[::-1]
+
+
+def _change(tape: Tape, part: _Work, keys: Tensor, values: Tensor) -> Tensor:
+    """Squared distance between new and old pool entries, and the new ones' squared norm: [2]."""
+    slots = tape.slots(part.positions)
+    sums = [torch.zeros(2, device=keys.device)]
+    for buffer, new in ((tape.keys, keys), (tape.values, values)):
+        new = new.detach().float()
+        sums.append(torch.stack(((new - buffer[:, :, :, slots].float()).square().sum(), new.square().sum())))
+    return torch.stack(sums).sum(0)

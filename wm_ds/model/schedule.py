@@ -1,0 +1,127 @@
+"""Schedules of the fixed-point iteration, as data.
+
+A schedule is a list of steps. A step is a set of positions that are updated together: all layers run on them
+against the pool as it is, then their pool entries are rewritten. Every position carries the pass that it is
+in, hence whether it carries gradient and whether this is its last update (paper §3.3). Attention, the pool's
+buffer and recomputation know only this; a new schedule is a new function from a length to a list of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions of a step that are in the same pass. `positions` is an arithmetic progression."""
+
+    positions: range
+    turn: int
+
+
+Step = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often, and in which order, positions are updated.
+
+    Attributes:
+        kind: "cyclic" (strided Gauss-Seidel groups), "exact" (one position after another), "chunked" (cyclic
+            inside one chunk after another) or "wavefront" (chunk c runs pass t while chunk c+1 runs t-1).
+        groups: strided groups of a pass; 1 is Jacobi iteration.
+        passes: updates of every position.
+        no_grad: the first passes that carry no gradient when the forward carries any.
+        chunk: tokens of a chunk ("chunked" and "wavefront").
+        relaxation: from the second pass on, new entry = old + relaxation * (computed - old).
+    """
+
+    kind: str
+    groups: int
+    passes: int
+    no_grad: int = 0
+    chunk: int = 0
+    relaxation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cyclic", "exact", "chunked", "wavefront"):
+            raise ValueError(f"unknown schedule {self.kind!r}; choose cyclic, exact, chunked or wavefront")
+        if self.groups < 1 or self.passes < 1:
+            raise ValueError(
+                f"a schedule needs at least one group and one pass, not {self.groups} and {self.passes}"
+            )
+        if not 0 <= self.no_grad < self.passes:
+            raise ValueError(
+                f"{self.no_grad} of {self.passes} passes without gradient: at least the last must carry it"
+            )
+        if self.kind in ("chunked", "wavefront") and self.chunk < self.groups:
+            raise ValueError(f"a chunk of {self.chunk} tokens cannot hold {self.groups} groups")
+
+    @classmethod
+    def cyclic(cls, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0) -> Schedule:
+        """Cyclic Gauss-Seidel: pass by pass, the positions i with i mod groups = 0, 1, … in turn."""
+        return cls("cyclic", groups, passes, no_grad, 0, relaxation)
+
+    @classmethod
+    def jacobi(cls, passes: int, no_grad: int = 0, relaxation: float = 1.0) -> Schedule:
+        """Every position at once, `passes` times."""
+        return cls("cyclic", 1, passes, no_grad, 0, relaxation)
+
+    @classmethod
+    def exact(cls) -> Schedule:
+        """One position after another, once: autoregressive evaluation."""
+        return cls("exact", 1, 1)
+
+    @classmethod
+    def chunked(
+        cls, chunk: int, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0
+    ) -> Schedule:
+        """All cyclic passes of the first `chunk` positions, then of the next, …"""
+        return cls("chunked", groups, passes, no_grad, chunk, relaxation)
+
+    @classmethod
+    def wavefront(
+        cls, chunk: int, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0
+    ) -> Schedule:
+        """Staggered chunks: while chunk c runs its pass t, chunk c+1 runs its pass t-1, in the same steps."""
+        return cls("wavefront", groups, passes, no_grad, chunk, relaxation)
+
+    @property
+    def period(self) -> int:
+        """Columns by which a row may be shifted without changing any number (the group phase)."""
+        if self.kind == "exact":
+            return 1
+        return self.groups if self.kind == "cyclic" else math.lcm(self.chunk, self.groups)
+
+    def capped(self, length: int) -> Schedule:
+        """The same values with fewer passes where that is exact: ceil(length/groups) passes are enough."""
+        if self.kind != "cyclic" or self.relaxation != 1.0:
+            return self
+        passes = min(self.passes, max(1, -(-length // self.groups)))
+        return replace(self, passes=passes, no_grad=min(self.no_grad, passes - 1))
+
+    def steps(self, length: int) -> list[Step]:
+        """The steps for rows of `length` positions, in order; empty sets are left out."""
+        if self.kind == "exact":
+            return [(Part(range(i, i + 1), 0),) for i in range(length)]
+        chunk = self.chunk or max(length, 1)
+        bounds = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+        if self.kind == "wavefront":
+            waves = [
+                [(bounds[wave - turn], turn) for turn in range(self.passes) if 0 <= wave - turn < len(bounds)]
+                for wave in range(len(bounds) + self.passes - 1)
+            ]
+        else:
+            waves = [[(bound, turn)] for bound in bounds for turn in range(self.passes)]
+        steps = []
+        for wave in waves:
+            for group in range(self.groups):
+                parts = [Part(range(start + group, stop, self.groups), turn) for (start, stop), turn in wave]
+                parts = [part for part in parts if len(part.positions)]
+                if parts:
+                    steps.append(tuple(parts))
+        return steps
+
+
+__all__ = ["Part", "Schedule", "Step"]

@@ -1,0 +1,236 @@
+"""The pool's buffer as seen by autograd: written in place forward, restored step by step backward.
+
+Plain autograd through the passes would keep a concatenated copy of the pool for each step. Here one buffer is
+written in place, and a scalar `token` is threaded through the steps as the only link that autograd sees
+between them:
+
+    token = begin(x, dummy)
+    for each step:   x, K, V = read(token)   ->  layers, pool  ->  token = write(token, entries, h)
+    hidden = finish(token)
+
+`write` keeps the entries that it overwrites. Its backward hands out the gradient that later readers left at
+those entries and puts the old ones back, so when a step's own backward runs (and, under checkpointing,
+recomputes the step from the buffer) the pool is again what it was when the step ran. `write`'s backward
+waits for the following step's `read` through the token, which makes the order of steps in backward the exact
+reverse. Kept per gradient pass: 2·k·G·d numbers a token.
+
+Shapes: B rows, W workspace positions, n positions of a step, D width, k channels, G KV heads, d head width,
+M = 1 + P + W slots of the buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Tape:
+    """Buffers of one forward.
+
+    Attributes:
+        keys, values: the pool, [k, B, G, M, d], in compute dtype.
+        x_BWD: embeddings of the workspace, without gradient.
+        hidden_BWD: outputs of the last layer, filled by the last update of each position.
+        offset: slot of workspace position 0, which is 1 + P.
+    """
+
+    keys: Tensor
+    values: Tensor
+    x_BWD: Tensor
+    hidden_BWD: Tensor
+    offset: int
+    grad_keys: Tensor | None = None
+    grad_values: Tensor | None = None
+    grad_x_BWD: Tensor | None = None
+    grad_hidden_BWD: Tensor | None = None
+
+    def slots(self, positions: range) -> slice:
+        """The buffer's slots of workspace positions."""
+        return slice(self.offset + positions.start, self.offset + positions.stop, positions.step)
+
+    def start_backward(self, grad_hidden_BWD: Tensor) -> None:
+        """Allocates the accumulators; gradients are summed over steps in at least float32."""
+        if self.grad_hidden_BWD is not None:
+            raise RuntimeError(
+                "the passes were back-propagated a second time; their buffer is consumed by the first backward. "
+                "Run the forward again (retain_graph does not apply here)"
+            )
+        wide = torch.promote_types(self.keys.dtype, torch.float32)
+        self.grad_keys = torch.zeros_like(self.keys, dtype=wide)
+        self.grad_values = torch.zeros_like(self.values, dtype=wide)
+        self.grad_x_BWD = torch.zeros_like(
+            self.x_BWD, dtype=torch.promote_types(self.x_BWD.dtype, torch.float32)
+        )
+        self.grad_hidden_BWD = grad_hidden_BWD
+
+
+def columns(positions: range) -> slice:
+    """Workspace positions as a slice of a [B, W, …] tensor."""
+    return slice(positions.start, positions.stop, positions.step)
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
+        ctx.tape = tape
+        ctx.dtypes = (x_BWD.dtype, dummy_key.dtype)
+        return x_BWD.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _token: Tensor) -> tuple:
+        tape, (x_dtype, dummy_dtype) = ctx.tape, ctx.dtypes
+        dummy_key = tape.grad_keys[:, :, :, 0].sum(1).to(dummy_dtype)
+        dummy_value = tape.grad_values[:, :, :, 0].sum(1).to(dummy_dtype)
+        grad_x = tape.grad_x_BWD.to(x_dtype)
+        tape.grad_keys = tape.grad_values = tape.grad_x_BWD = None
+        return None, grad_x, dummy_key, dummy_value
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tape: Tape, positions: range, lengths: list[int], token: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.positions, ctx.lengths, ctx.token_like = tape, positions, lengths, token.new_zeros(())
+        ctx.set_materialize_grads(False)  # channels that the step did not read would cost a buffer of zeros
+        # `.data` gives the aliases version counters of their own: later writes to the buffer must not
+        # invalidate what attention saved, because the buffer is restored before its backward reads it.
+        keys = [channel[:, :, :m] for channel in tape.keys.data for m in lengths]
+        values = [channel[:, :, :m] for channel in tape.values.data for m in lengths]
+        return tape.x_BWD.data[:, columns(positions)], *keys, *values
+
+    @staticmethod
+    def backward(ctx, grad_x: Tensor, *grads: Tensor) -> tuple:
+        tape, runs = ctx.tape, len(ctx.lengths)
+        half = len(grads) // 2
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            buffer = tape.grad_keys if index < half else tape.grad_values
+            channel, run = divmod(index % half, runs)
+            buffer[channel, :, :, : ctx.lengths[run]] += grad
+        if grad_x is not None:
+            tape.grad_x_BWD[:, columns(ctx.positions)] += grad_x
+        return None, None, None, ctx.token_like
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        tape: Tape,
+        positions: range,
+        relaxation: float,
+        token: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        h_BnD: Tensor | None,
+    ) -> Tensor:
+        ctx.tape, ctx.positions, ctx.relaxation = tape, positions, relaxation
+        ctx.has_pool, ctx.h_dtype = keys is not None, None if h_BnD is None else h_BnD.dtype
+        slots = tape.slots(positions)
+        if keys is not None:
+            ctx.dtypes = (keys.dtype, values.dtype)
+            ctx.old = (tape.keys[:, :, :, slots].clone(), tape.values[:, :, :, slots].clone())
+            overwrite(tape.keys, slots, keys, relaxation)
+            overwrite(tape.values, slots, values, relaxation)
+        if h_BnD is not None:
+            tape.hidden_BWD[:, columns(positions)] = h_BnD
+        return token.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, token: Tensor) -> tuple:
+        tape, slots = ctx.tape, ctx.tape.slots(ctx.positions)
+        keys = values = h_BnD = None
+        if ctx.has_pool:
+            keys = _take(tape.grad_keys, slots, ctx.relaxation).to(ctx.dtypes[0])
+            values = _take(tape.grad_values, slots, ctx.relaxation).to(ctx.dtypes[1])
+            tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.old
+            ctx.old = None
+        if ctx.h_dtype is not None:
+            h_BnD = tape.grad_hidden_BWD[:, columns(ctx.positions)].to(ctx.h_dtype)
+        return None, None, None, token, keys, values, h_BnD
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tape: Tape, token: Tensor) -> Tensor:
+        ctx.tape, ctx.token_like = tape, token.new_zeros(())
+        return tape.hidden_BWD.data
+
+    @staticmethod
+    def backward(ctx, grad_hidden_BWD: Tensor) -> tuple:
+        ctx.tape.start_backward(grad_hidden_BWD)
+        return None, ctx.token_like
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, token: Tensor) -> Tensor:
+        ctx.token_like = token.new_zeros(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_x: Tensor) -> tuple:
+        return grad_x, ctx.token_like
+
+
+def overwrite(buffer: Tensor, slots: slice, entries: Tensor, relaxation: float) -> None:
+    """Writes pool entries [k, B, G, n, d] in place: old + relaxation * (entries - old)."""
+    if relaxation == 1.0:
+        buffer[:, :, :, slots] = entries
+    else:
+        buffer[:, :, :, slots] += relaxation * (entries.to(buffer.dtype) - buffer[:, :, :, slots])
+
+
+def _take(grad: Tensor, slots: slice, relaxation: float) -> Tensor:
+    """Moves the written entries' share of a gradient out of the accumulator; the rest belongs to the old ones."""
+    taken = grad[:, :, :, slots] * relaxation
+    grad[:, :, :, slots] *= 1.0 - relaxation
+    return taken
+
+
+def begin(tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
+    """Starts the chain; its backward returns the gradients of the embeddings and the dummy."""
+    return _Begin.apply(tape, x_BWD, dummy_key, dummy_value)
+
+
+def read(tape: Tape, positions: range, lengths: list[int], token: Tensor) -> tuple[Tensor, list, list]:
+    """What a step at `positions` reads.
+
+    Returns:
+        the embeddings [B, n, D]; then, for each of the k channels, a list with one key prefix
+        [B, G, m, d] for every m in `lengths`; then the same for the values. All alias the buffer.
+    """
+    x_BnD, *flat = _Read.apply(tape, positions, lengths, token)
+    runs = len(lengths)
+    grouped = [list(flat[i : i + runs]) for i in range(0, len(flat), runs)]
+    return x_BnD, grouped[: len(grouped) // 2], grouped[len(grouped) // 2 :]
+
+
+def write(
+    tape: Tape,
+    positions: range,
+    relaxation: float,
+    token: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    h_BnD: Tensor | None,
+) -> Tensor:
+    """Ends a step: rewrites the pool entries of `positions` and, where given, stores their final states."""
+    return _Write.apply(tape, positions, relaxation, token, keys, values, h_BnD)
+
+
+def finish(tape: Tape, token: Tensor) -> Tensor:
+    """Ends the chain: the final states [B, W, D], with gradient."""
+    return _Finish.apply(tape, token)
+
+
+def ordered(x: Tensor, token: Tensor) -> Tensor:
+    """x itself, made to depend on the token, for a step that reads the buffer outside autograd.
+
+    Its backward runs once x's gradient is known. Where computing that gradient needs recomputed activations,
+    the recomputation is thereby finished before the previous step's `write` puts older entries back.
+    """
+    return _Ordered.apply(x, token)
