@@ -1,4 +1,4 @@
-"""The WhiteMatter model. Self-contained: torch and transformers only; it travels with every exported checkpoint."""
+"""The WhiteMatter model. Self-contained (torch, transformers): it travels with every exported checkpoint."""
 
 from .cache import WhiteMatterCache
 from .configuration import WhiteMatterConfig

@@ -1,15 +1,16 @@
 """Who may see which slot of the pool, and attention under that rule.
 
 The pool's buffer has a slot for the learned dummy, one for every cached token and one for every token of the
-row at hand: slot 0 is the dummy, slots 1..P the cache, slot 1+P+w workspace position w. A query at position w
-reads the dummy, the cached tokens of its row and the tokens of its own document *before* it: a token's own KV
+row at hand: slot 0 is the dummy, slots 1..P the cache, slot 1+P+w workspace position w. A query at w reads
+the dummy, the cached tokens of its row and the tokens of its own document *before* it: a token's own KV
 exists only after its pass (paper §3.2). The dummy is visible to every query, so no softmax row is ever empty.
 
-Shapes: B rows, W workspace positions, P cached tokens, n queries of a step, m slots, H query heads, G KV heads,
-d head width.
+Shapes: B rows, W workspace positions, P cached tokens, n queries of a step, m slots, H query heads, G KV
+heads, d head width.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def slots_of(positions: range, visibility: Visibility, dtype: torch.dtype, devic
     runs = max(1, min(MAX_RUNS, len(positions) // MIN_QUERIES_PER_RUN))
     cuts = [len(positions) * i // runs for i in range(runs + 1)]
     sizes, lengths, masks = [], [], []
-    for first, last in zip(cuts, cuts[1:]):
+    for first, last in pairwise(cuts):
         run = positions[first:last]
         sizes.append(len(run))
         lengths.append(1 + visibility.past + run[-1])

@@ -13,7 +13,7 @@ from .configuration import WhiteMatterConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in at least float32, returned in x's dtype times the weight's."""
+    """RMSNorm over the last dimension, computed in at least float32; the weight multiplies x's dtype."""
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     x_wide = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return weight * x_wide.to(x.dtype)
@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class PoolAttention(nn.Module):
-    """Attention of a step's queries to one channel of the pool; it has no K and V of its own (§3.1, step 3)."""
+    """Attention of a step's queries to one channel of the pool, without K and V of its own (§3.1, step 3)."""
 
     def __init__(self, config: WhiteMatterConfig) -> None:
         super().__init__()

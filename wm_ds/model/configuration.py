@@ -89,8 +89,8 @@ class WhiteMatterConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         at_least_one = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim router_stride num_groups grad_passes prefill_passes prefill_groups"
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads head_dim router_stride num_groups grad_passes prefill_passes prefill_groups"
         )
         for name in at_least_one.split():
             if getattr(self, name) < 1:

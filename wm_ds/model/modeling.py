@@ -87,9 +87,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     def training_schedule(self) -> Schedule:
         """The configured passes of a training step."""
         config = self.config
-        return Schedule.cyclic(
-            config.num_groups, config.no_grad_passes + config.grad_passes, config.no_grad_passes
-        )
+        return Schedule.cyclic(config.num_groups, passes, config.no_grad_passes)
 
     def prefill_schedule(self) -> Schedule:
         """The configured passes of a forward without gradient."""
@@ -133,8 +131,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if cache is not None and not isinstance(cache, DynamicCache):
             raise TypeError(
-                f"{type(cache).__name__} is not supported: WhiteMatter's cache holds num_kv_channels channels, "
-                "not layers; leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
+                f"{type(cache).__name__} is not supported: WhiteMatter caches channels, not layers; "
+                " leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
             )
         if cache is None and use_cache:
             cache = WhiteMatterCache()

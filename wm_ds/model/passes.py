@@ -1,13 +1,13 @@
 """The fixed-point passes: one loop that runs any schedule, with or without gradient (paper §3.3).
 
-Shapes: B rows, W workspace positions, n positions of a step, L layers, D width, k channels, G KV heads, d head
-width, M = 1 + P + W slots of the pool's buffer (attention.py says who sees which).
+Shapes: B rows, W workspace positions, n positions of a step, L layers, D width, k channels, G KV heads,
+d head width, M = 1 + P + W slots of the pool's buffer (attention.py says who sees which).
 
-Every step runs the layers on its positions against the pool as it is and rewrites their pool entries. Dead work
-is left out: only a position's last update runs the last layer, whose output no pool reads; entries that no
-later step can see are not computed. With gradient, the first `no_grad` passes run detached. The gradient phase
-begins by pooling the detached states with gradient; the last detached pass writes just those entries, so that
-pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
+Every step runs the layers on its positions against the pool as it is and rewrites their pool entries. Dead
+work is left out: only a position's last update runs the last layer, whose output no pool reads; entries that
+no later step can see are not computed. With gradient, the first `no_grad` passes run detached. The gradient
+phase begins by pooling the detached states with gradient; the last detached pass writes just those entries, so
+that pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import Slots, Visibility, slots_of
 from .pool import Pool
-from .schedule import Part, Schedule, Step
+from .schedule import Schedule, Step
 from .tape import Tape, begin, columns, finish, overwrite, read, write
 
 RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")

@@ -35,13 +35,12 @@ class PoolBranch(nn.Module):
         self.head_norm = nn.Parameter(torch.ones(channels, config.head_dim)) if normalise_heads else None
 
     def mixing_weights(self, hat_NLD: Tensor) -> Tensor:
-        """alpha [N, k, L]: signed weights from the normed states of every p-th layer, counted from the top."""
-        return F.linear(hat_NLD[:, self.sources].flatten(1), self.router_weight, self.router_bias).unflatten(
-            1, self.shape
-        )
+        """alpha [N, k, L]: signed, from the normed states of every p-th layer counted from the top."""
+        xi_NSD = hat_NLD[:, self.sources].flatten(1)
+        return F.linear(xi_NSD, self.router_weight, self.router_bias).unflatten(1, self.shape)
 
     def forward(self, unit_NLD: Tensor, token: Tensor | None) -> Tensor:
-        """unit_NLD: the states over their RMS. Returns [k, N, G, d]; `token` orders backward passes (tape.py)."""
+        """unit_NLD: states over their RMS. Returns [k, N, G, d]; `token` orders backward passes (tape.py)."""
         hat_NLD = (unit_NLD * self.source_norm).to(unit_NLD.dtype)
         alpha_NkL = self.mixing_weights(hat_NLD)
         if token is not None:

@@ -21,6 +21,7 @@ M = 1 + P + W slots of the buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ class Tape:
         """Allocates the accumulators; gradients are summed over steps in at least float32."""
         if self.grad_hidden_BWD is not None:
             raise RuntimeError(
-                "the passes were back-propagated a second time; their buffer is consumed by the first backward. "
-                "Run the forward again (retain_graph does not apply here)"
+                "the passes were back-propagated a second time, but the first time consumed their buffer: "
+                "run the forward again (retain_graph does not apply here)"
             )
         wide = torch.promote_types(self.keys.dtype, torch.float32)
         self.grad_keys = torch.zeros_like(self.keys, dtype=wide)
@@ -74,13 +75,13 @@ def columns(positions: range) -> slice:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
+    def forward(ctx: Any, tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
         ctx.tape = tape
         ctx.dtypes = (x_BWD.dtype, dummy_key.dtype)
         return x_BWD.new_zeros(())
 
     @staticmethod
-    def backward(ctx, _token: Tensor) -> tuple:
+    def backward(ctx: Any, _token: Tensor) -> tuple:
         tape, (x_dtype, dummy_dtype) = ctx.tape, ctx.dtypes
         dummy_key = tape.grad_keys[:, :, :, 0].sum(1).to(dummy_dtype)
         dummy_value = tape.grad_values[:, :, :, 0].sum(1).to(dummy_dtype)
@@ -91,7 +92,9 @@ class _Begin(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tape: Tape, positions: range, lengths: list[int], token: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, tape: Tape, positions: range, lengths: list[int], token: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.tape, ctx.positions, ctx.lengths, ctx.token_like = tape, positions, lengths, token.new_zeros(())
         ctx.set_materialize_grads(False)  # channels that the step did not read would cost a buffer of zeros
         # `.data` gives the aliases version counters of their own: later writes to the buffer must not
@@ -101,7 +104,7 @@ class _Read(torch.autograd.Function):
         return tape.x_BWD.data[:, columns(positions)], *keys, *values
 
     @staticmethod
-    def backward(ctx, grad_x: Tensor, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple:
         tape, runs = ctx.tape, len(ctx.lengths)
         half = len(grads) // 2
         for index, grad in enumerate(grads):
@@ -118,7 +121,7 @@ class _Read(torch.autograd.Function):
 class _Write(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         tape: Tape,
         positions: range,
         relaxation: float,
@@ -140,7 +143,7 @@ class _Write(torch.autograd.Function):
         return token.new_zeros(())
 
     @staticmethod
-    def backward(ctx, token: Tensor) -> tuple:
+    def backward(ctx: Any, token: Tensor) -> tuple:
         tape, slots = ctx.tape, ctx.tape.slots(ctx.positions)
         keys = values = h_BnD = None
         if ctx.has_pool:
@@ -155,24 +158,24 @@ class _Write(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tape: Tape, token: Tensor) -> Tensor:
+    def forward(ctx: Any, tape: Tape, token: Tensor) -> Tensor:
         ctx.tape, ctx.token_like = tape, token.new_zeros(())
         return tape.hidden_BWD.data
 
     @staticmethod
-    def backward(ctx, grad_hidden_BWD: Tensor) -> tuple:
+    def backward(ctx: Any, grad_hidden_BWD: Tensor) -> tuple:
         ctx.tape.start_backward(grad_hidden_BWD)
         return None, ctx.token_like
 
 
 class _Ordered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, token: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
         ctx.token_like = token.new_zeros(())
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad_x: Tensor) -> tuple:
+    def backward(ctx: Any, grad_x: Tensor) -> tuple:
         return grad_x, ctx.token_like
 
 
@@ -185,7 +188,7 @@ def overwrite(buffer: Tensor, slots: slice, entries: Tensor, relaxation: float) 
 
 
 def _take(grad: Tensor, slots: slice, relaxation: float) -> Tensor:
-    """Moves the written entries' share of a gradient out of the accumulator; the rest belongs to the old ones."""
+    """Moves the written entries' share of a gradient out of the accumulator; the rest is the old ones'."""
     taken = grad[:, :, :, slots] * relaxation
     grad[:, :, :, slots] *= 1.0 - relaxation
     return taken
