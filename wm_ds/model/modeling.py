@@ -87,6 +87,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     def training_schedule(self) -> Schedule:
         """The configured passes of a training step."""
         config = self.config
+        passes = config.no_grad_passes + config.grad_passes
         return Schedule.cyclic(config.num_groups, passes, config.no_grad_passes)
 
     def prefill_schedule(self) -> Schedule:
@@ -132,7 +133,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if cache is not None and not isinstance(cache, DynamicCache):
             raise TypeError(
                 f"{type(cache).__name__} is not supported: WhiteMatter caches channels, not layers; "
-                " leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
+                "leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
             )
         if cache is None and use_cache:
             cache = WhiteMatterCache()

@@ -6,8 +6,8 @@ d head width, M = 1 + P + W slots of the pool's buffer (attention.py says who se
 Every step runs the layers on its positions against the pool as it is and rewrites their pool entries. Dead
 work is left out: only a position's last update runs the last layer, whose output no pool reads; entries that
 no later step can see are not computed. With gradient, the first `no_grad` passes run detached. The gradient
-phase begins by pooling the detached states with gradient; the last detached pass writes just those entries, so
-that pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
+phase begins by pooling the detached states with gradient; the last detached pass writes just those entries,
+so that pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
 """
 
 from __future__ import annotations
