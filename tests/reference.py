@@ -1,0 +1,339 @@
+"""WhiteMatter written a second time, slowly: the oracle of the model's tests.
+
+Nothing here is shared with wm_ds.model. One token, one layer, one channel and one head at a time, in the
+precision of the parameters that are given (the tests give float64), with plain autograd. The names of the
+parameters are those of WhiteMatterForCausalLM.state_dict().
+
+Letters: L layers, D width, k channels, d head width, i token, l layer, j channel, h head.
+
+A schedule is a list of steps; a step is a list of (position, pass) pairs that are updated together: all of
+them read the pool as it was before the step, then all of them rewrite their entry. Passes count from 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Step = list[tuple[int, int]]
+Entry = tuple[list[list[Tensor]], list[list[Tensor]]]  # keys[j][h], values[j][h], each [d]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the model; `router` says how channel weights come about (see `mixing_weights`)."""
+
+    layers: int
+    channels: int
+    stride: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    router: str = "dynamic"  # or "static" (bias only), "softmax" (softmax of the bias)
+
+
+# ---------------------------------------------------------------------------------------------- pieces
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rotate(x_d: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE in the half-rotation convention: dimension m turns together with dimension m + d/2."""
+    d = x_d.shape[0]
+    out: list[Tensor] = [x_d[0]] * d
+    for m in range(d // 2):
+        angle = torch.tensor(position, dtype=torch.float64) * theta ** (-2.0 * m / d)
+        cos, sin = torch.cos(angle).to(x_d), torch.sin(angle).to(x_d)
+        a, b = x_d[m], x_d[m + d // 2]
+        out[m] = a * cos - b * sin
+        out[m + d // 2] = b * cos + a * sin
+    return torch.stack(out)
+
+
+def split_heads(x: Tensor, heads: int) -> list[Tensor]:
+    d = x.shape[0] // heads
+    return [x[h * d : (h + 1) * d] for h in range(heads)]
+
+
+def attend(query_d: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    scores = torch.stack([(query_d * key).sum() for key in keys]) / query_d.shape[0] ** 0.5
+    weights = torch.softmax(scores, dim=0)
+    out = torch.zeros_like(values[0])
+    for weight, value in zip(weights, values, strict=True):
+        out = out + weight * value
+    return out
+
+
+def attention_and_mlp(
+    p: dict, s: Settings, layer: int, x: Tensor, position: int, keys: list, values: list
+) -> Tensor:
+    """One decoder block on one token. keys[t][h], values[t][h]: what the token sees, any order."""
+    at = f"model.layers.{layer}."
+    normed = rms_norm(x, p[at + "input_layernorm.weight"], s.eps)
+    queries = split_heads(p[at + "self_attn.q_proj.weight"] @ normed, s.heads)
+    heads = []
+    for h in range(s.heads):
+        query = rotate(rms_norm(queries[h], p[at + "self_attn.q_norm.weight"], s.eps), position, s.theta)
+        kv_head = h // (s.heads // s.kv_heads)
+        heads.append(attend(query, [key[kv_head] for key in keys], [value[kv_head] for value in values]))
+    x = x + p[at + "self_attn.o_proj.weight"] @ torch.cat(heads)
+    normed = rms_norm(x, p[at + "post_attention_layernorm.weight"], s.eps)
+    gate = p[at + "mlp.gate_proj.weight"] @ normed
+    up = p[at + "mlp.up_proj.weight"] @ normed
+    return x + p[at + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+
+# ------------------------------------------------------------------------------------------------ pool
+
+
+def router_sources(s: Settings) -> list[int]:
+    """Layers that the router reads: every p-th, counted down from the last, in ascending order."""
+    sources = []
+    layer = s.layers - 1
+    while layer >= 0:
+        sources.append(layer)
+        layer -= s.stride
+    return sources[::-1]
+
+
+def mixing_weights(p: dict, s: Settings, branch: str, normed: list[Tensor]) -> list[list[Tensor]]:
+    """alpha[j][layer]: how much of source l goes into channel j."""
+    at = f"model.pool.{branch}."
+    alpha = p[at + "router_bias"]
+    if s.router == "dynamic":
+        alpha = p[at + "router_weight"] @ torch.cat([normed[layer] for layer in router_sources(s)]) + alpha
+    rows = [alpha[j * s.layers : (j + 1) * s.layers] for j in range(s.channels)]
+    if s.router == "softmax":
+        rows = [torch.softmax(row, dim=0) for row in rows]
+    return [[row[layer] for layer in range(s.layers)] for row in rows]
+
+
+def channel_vectors(p: dict, s: Settings, branch: str, states: list[Tensor]) -> list[list[Tensor]]:
+    """Steps 1 and 2: projected channels [j][h] of one token, before key norm and rotation."""
+    at = f"model.pool.{branch}."
+    normed = [rms_norm(states[layer], p[at + "source_norm"][layer], s.eps) for layer in range(s.layers)]
+    alpha = mixing_weights(p, s, branch, normed)
+    channels = []
+    for j in range(s.channels):
+        mix = torch.zeros_like(states[0])
+        for layer in range(s.layers):
+            mix = mix + alpha[j][layer] * normed[layer]
+        projected = p[at + "proj"][j] @ rms_norm(mix, p[at + "channel_norm"][j], s.eps)
+        channels.append(split_heads(projected, s.kv_heads))
+    return channels
+
+
+def pool(p: dict, s: Settings, states: list[Tensor], position: int) -> Entry:
+    """What the cache stores for one token: rotated, normed keys and raw values."""
+    keys = channel_vectors(p, s, "key", states)
+    for j in range(s.channels):
+        for h in range(s.kv_heads):
+            head = rms_norm(keys[j][h], p["model.pool.key.head_norm"][j], s.eps)
+            keys[j][h] = rotate(head, position, s.theta)
+    return keys, channel_vectors(p, s, "value", states)
+
+
+def dummy(p: dict, s: Settings) -> Entry:
+    keys = [[p["model.dummy_key"][j][h] for h in range(s.kv_heads)] for j in range(s.channels)]
+    values = [[p["model.dummy_value"][j][h] for h in range(s.kv_heads)] for j in range(s.channels)]
+    return keys, values
+
+
+# ---------------------------------------------------------------------------------------------- tokens
+
+
+def layer_stack(
+    p: dict, s: Settings, x: Tensor, position: int, seen: list[Entry]
+) -> tuple[list[Tensor], Tensor]:
+    """All layers on one token: the states that enter each layer, and the last layer's output."""
+    states = []
+    for layer in range(s.layers):
+        states.append(x)
+        j = layer % s.channels
+        x = attention_and_mlp(
+            p, s, layer, x, position, [keys[j] for keys, _ in seen], [values[j] for _, values in seen]
+        )
+    return states, x
+
+
+def positions_in_document(documents: list[int]) -> list[int]:
+    first: dict[int, int] = {}
+    positions = []
+    for i, document in enumerate(documents):
+        first.setdefault(document, i)
+        positions.append(i - first[document] if document >= 0 else 0)
+    return positions
+
+
+def visible(documents: list[int], i: int) -> list[int]:
+    """Earlier tokens of the same document; a filler token (id -1) sees none and is seen by none."""
+    if documents[i] < 0:
+        return []
+    return [j for j in range(i) if documents[j] == documents[i]]
+
+
+def hidden(p: dict, s: Settings, final: Tensor) -> Tensor:
+    return rms_norm(final, p["model.norm.weight"], s.eps)
+
+
+def head(p: dict) -> Tensor:
+    return p["lm_head.weight"] if "lm_head.weight" in p else p["model.embed_tokens.weight"]
+
+
+def logits(p: dict, hidden_TD: Tensor) -> Tensor:
+    return torch.stack([head(p) @ hidden_TD[i] for i in range(hidden_TD.shape[0])])
+
+
+def exact(p: dict, s: Settings, tokens: list[int], documents: list[int]) -> Tensor:
+    """Autoregressive evaluation of one row, document by document, token by token: hidden states [T, D]."""
+    rows: list[Tensor | None] = [None] * len(tokens)
+    for document in sorted(set(documents)):
+        members = [i for i in range(len(tokens)) if documents[i] == document]
+        cache = [dummy(p, s)]
+        for position, i in enumerate(members):
+            x = p["model.embed_tokens.weight"][tokens[i]]
+            if document < 0:
+                _, final = layer_stack(p, s, x, 0, [dummy(p, s)])
+            else:
+                states, final = layer_stack(p, s, x, position, cache)
+                cache.append(pool(p, s, states, position))
+            rows[i] = hidden(p, s, final)
+    return torch.stack(rows)
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+@dataclass
+class Result:
+    hidden_TD: Tensor  # after the final norm
+    keys_TkHd: Tensor
+    values_TkHd: Tensor
+
+
+def stack_entries(entries: list[Entry]) -> tuple[Tensor, Tensor]:
+    keys = torch.stack([torch.stack([torch.stack(heads) for heads in keys]) for keys, _ in entries])
+    values = torch.stack([torch.stack([torch.stack(heads) for heads in values]) for _, values in entries])
+    return keys, values
+
+
+def detach(entry: Entry) -> Entry:
+    return tuple([[head.detach() for head in channel] for channel in side] for side in entry)
+
+
+def blend(old: Entry, new: Entry, factor: float) -> Entry:
+    """new = old + factor * (computed - old), for every stored number."""
+    if factor == 1.0:
+        return new
+    return tuple(
+        [
+            [o + factor * (n - o) for o, n in zip(olds, news, strict=True)]
+            for olds, news in zip(a, b, strict=True)
+        ]
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def passes(
+    p: dict,
+    s: Settings,
+    tokens: list[int],
+    documents: list[int],
+    steps: list[Step],
+    no_grad: int = 0,
+    relaxation: dict[int, float] | None = None,
+) -> Result:
+    """Run a schedule over one row.
+
+    `no_grad`: a position's first passes, pass < no_grad, are detached. The pool of the states which the
+    last of them leaves (of the embeddings, where there is none) is evaluated with gradient: there the
+    gradient phase begins. `relaxation[pass]`: how far an entry moves towards its computed value.
+    """
+    relaxation = relaxation or {}
+    T = len(tokens)
+    positions = positions_in_document(documents)
+    embedded = [p["model.embed_tokens.weight"][token] for token in tokens]
+    first = [pool(p, s, [embedded[i]] * s.layers, positions[i]) for i in range(T)]
+    entries = first if no_grad == 0 else [detach(entry) for entry in first]
+    finals: list[Tensor | None] = [None] * T
+    for step in steps:
+        written = []
+        for i, number in step:
+            seen = [dummy(p, s)] + [entries[j] for j in visible(documents, i)]
+            if number < no_grad:
+                with torch.no_grad():
+                    states, finals[i] = layer_stack(p, s, embedded[i], positions[i], seen)
+                    states = [state.detach() for state in states]
+                old, new = detach(entries[i]), pool(p, s, states, positions[i])
+                if number < no_grad - 1:
+                    new = detach(new)
+            else:
+                states, finals[i] = layer_stack(p, s, embedded[i], positions[i], seen)
+                old, new = entries[i], pool(p, s, states, positions[i])
+            written.append(blend(old, new, relaxation.get(number, 1.0)))
+        for (i, _), entry in zip(step, written, strict=True):
+            entries[i] = entry
+    keys, values = stack_entries(entries)
+    return Result(torch.stack([hidden(p, s, final) for final in finals]), keys, values)
+
+
+# ------------------------------------------------------------------------------------------- schedules
+
+
+def cyclic(length: int, groups: int, passes: int) -> list[Step]:
+    return [
+        [(i, n) for i in range(length) if i % groups == q]
+        for n in range(passes)
+        for q in range(groups)
+        if q < length
+    ]
+
+
+def one_by_one(length: int) -> list[Step]:
+    return [[(i, 0)] for i in range(length)]
+
+
+def chunked(length: int, chunk: int, groups: int, passes: int) -> list[Step]:
+    """Cyclic passes inside one contiguous chunk after another; groups count from the chunk's start."""
+    steps = []
+    for start in range(0, length, chunk):
+        inside = cyclic(min(chunk, length - start), groups, passes)
+        steps += [[(start + i, n) for i, n in step] for step in inside]
+    return steps
+
+
+def wavefront(length: int, chunk: int, groups: int, passes: int) -> list[Step]:
+    """Chunks staggered by one pass: chunk c runs pass t in the same steps as chunk c+1 runs pass t-1."""
+    chunks = range(0, length, chunk)
+    steps = []
+    for wave in range(len(chunks) + passes - 1):
+        for q in range(groups):
+            step = []
+            for c, start in enumerate(chunks):
+                number = wave - c
+                if 0 <= number < passes:
+                    step += [
+                        (i, number)
+                        for i in range(start, min(start + chunk, length))
+                        if (i - start) % groups == q
+                    ]
+            if step:
+                steps.append(step)
+    return steps
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def cross_entropy(p: dict, hidden_TD: Tensor, labels: list[int]) -> Tensor:
+    """Sum over the labelled positions (label -100: none) of -log softmax(logits)[label]."""
+    total = hidden_TD.new_zeros(())
+    for i, label in enumerate(labels):
+        if label >= 0:
+            row = head(p) @ hidden_TD[i]
+            total = total + torch.logsumexp(row, dim=0) - row[label]
+    return total
