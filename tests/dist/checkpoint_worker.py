@@ -1,0 +1,186 @@
+"""One rank of a checkpoint test: builds small engines and trains, saves or resumes them as the plan says.
+
+Run by `tests/dist/checkpoint_launch.py`; the plan is a JSON file, the answer goes to ANSWER.RANK.json.
+The model is a toy with every kind of tensor: an odd square matrix whose rows straddle partitions, a stack of
+matrices, norms, a tied or free head, a frozen parameter and a persistent buffer.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from wm_ds import distributed, optim, partition
+
+VOCAB, WIDTH, ROWS, LENGTH = 50, 63, 12, 8  # 12 rows divide over 1, 2, 3 and 4 ranks
+
+
+class Toy(nn.Module):
+    """A language model in name only: embedding, matrices, a stack of matrices, norm, head."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
+        layer = nn.Module()
+        layer.self_attn = nn.Module()
+        layer.self_attn.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)  # 63 x 63: odd, never evenly cut
+        layer.mlp = nn.Module()
+        layer.mlp.up_proj = nn.Linear(WIDTH, 41, bias=False)
+        layer.mlp.down_proj = nn.Linear(41, WIDTH, bias=False)
+        self.layers = nn.ModuleList([layer])
+        self.pool = nn.Module()
+        self.pool.key = nn.Module()
+        self.pool.key.proj = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / WIDTH**0.5)
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.ones(WIDTH))
+        self.q_norm = nn.Module()
+        self.q_norm.weight = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=False)
+        self.register_buffer("channel_map", torch.arange(3))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+
+class Loss(nn.Module):
+    """What the engine trains: the toy as `lm` and the summed squared errors of its logits, with noise."""
+
+    def __init__(self, tied: bool, noise: float) -> None:
+        super().__init__()
+        self.lm, self.noise = Toy(tied), noise
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        lm, layer = self.lm, self.lm.layers[0]
+        h = lm.embed_tokens(ids)
+        if self.noise:
+            h = h + self.noise * torch.randn_like(h)  # makes the loss depend on the generators
+        h = h + layer.self_attn.q_proj(h * lm.norm.weight * lm.q_norm.weight)
+        h = h + layer.mlp.down_proj(torch.tanh(layer.mlp.up_proj(h)))
+        h = h + torch.einsum("bti,kji->btj", h, lm.pool.key.proj.to(h.dtype)) / 3
+        logits = lm.lm_head(h).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def rows(step: int, rank: int, world: int) -> torch.Tensor:
+    """This rank's rows of the global batch of `step`, which depends on the step alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    batch = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    return batch[rank * ROWS // world : (rank + 1) * ROWS // world]
+
+
+def build(case: dict, world: distributed.World) -> tuple:
+    """(engine, optimizer) of a case: stage, precision, optimizer, offload, tied, noise, seed."""
+    import deepspeed
+
+    torch.manual_seed(case.get("seed", 0))
+    module = Loss(case.get("tied", False), case.get("noise", 0.0))
+    named = {n.removeprefix("lm."): p for n, p in module.named_parameters() if p.requires_grad}
+    shapes = [(n, tuple(p.shape)) for n, p in named.items()]
+    table = optim.parameter_table(shapes, optimizer=case.get("optimizer", "muon"), weight_decay=0.1)
+    optimizer = optim.MuonAdamW(table, named, lr=2e-3, ns_dtype=torch.float32)
+    precision, zero = case.get("precision", "fp32"), {"stage": case["stage"]}
+    if case["stage"] == 3:
+        zero |= {"stage3_param_persistence_threshold": 100}  # norms stay whole, matrices are cut
+    if case.get("offload"):
+        zero |= {"offload_optimizer": {"device": "cpu"}}
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS // world.size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    if precision == "autocast":
+        settings["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    optimizer.attach(partition.masters(engine), partition.fragments(engine), world.device)
+    return engine, optimizer
+
+
+def train_step(engine, optimizer, step: int, world: distributed.World) -> float:
+    """One optimizer step; returns the mean loss over all ranks."""
+    loss = engine(rows(step, world.rank, world.size))
+    engine.backward(loss)
+    engine.step()
+    optimizer.count_update()
+    return distributed.all_reduce_sum([float(loss.detach())], world.device)[0] / world.size
+
+
+def full_weights(engine) -> dict[str, list]:
+    """The model's own weights (not the masters) in full, as lists."""
+    import deepspeed
+
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            found[name.removeprefix("lm.")] = p.detach().float().flatten().tolist()
+    return found
+
+
+def run_case(case: dict, world: distributed.World) -> dict:
+    """Run one case. Keys: dir, steps (last step), save_at, resume, keep_last, weights, expect_error."""
+    from wm_ds.checkpoint import CheckpointError, Checkpoints
+
+    engine, optimizer = build(case, world)
+    lines: list[str] = []
+    answer: dict = {"losses": {}, "lines": lines, "saved": [], "rows": {}}
+    store = Checkpoints(
+        engine,
+        case["dir"],
+        keep_last=case.get("keep_last", 100),
+        keep_every=case.get("keep_every", 0),
+        background=case.get("background", True),
+        timeout_s=case.get("timeout_s", 60.0),
+        say=lines.append,
+    )
+    try:
+        first = 0
+        if "resume" in case:
+            path = store.choose(case["resume"])
+            if path is not None:
+                client = store.load(path)
+                first = client["step"]
+                answer["client"] = client
+        for step in range(first + 1, case["steps"] + 1):
+            answer["losses"][step] = train_step(engine, optimizer, step, world)
+            answer["rows"][step] = rows(step, world.rank, world.size).flatten().tolist()
+            if step in case.get("save_at", []):
+                saved = store.save(step, {"step": step, "note": "é"})
+                answer["saved"].append(step)
+                if case.get("wait") and saved is not None:
+                    store.wait()
+        store.wait()
+        if case.get("weights"):
+            answer["weights"] = full_weights(engine)
+    except CheckpointError as error:
+        answer["error"] = str(error)
+        answer["failed_after_s"] = time.time() - os.stat(case["dir"]).st_ctime
+    engine.destroy()
+    return answer
+
+
+def main() -> None:
+    plan, answer = Path(sys.argv[1]), Path(sys.argv[2])
+    cases = json.loads(plan.read_text())
+    world = distributed.init(timeout_minutes=2)
+    torch.set_num_threads(1)
+    answers = []
+    for case in cases:
+        answers.append(run_case(case, world))
+        answer.with_name(f"{answer.name}.{world.rank}.json").write_text(json.dumps(answers))
+    distributed.barrier()
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
