@@ -1,0 +1,173 @@
+#!/usr/bin/env python
+"""Tokenize and pack a corpus into shards for training.
+
+    python tools/pack_data.py --input 'texts/*.jsonl.gz' --tokenizer DIR --output packed --seq-len 2048
+    python tools/pack_data.py ... --task $SLURM_ARRAY_TASK_ID --tasks 16     # one slice of the work
+    python tools/pack_data.py merge packed                                   # after all slices: the manifest
+
+The same command again goes on where a killed one stopped. docs/data.md explains format and choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from wm_ds import pack, shards
+from wm_ds.documents import InputError, find_inputs
+from wm_ds.encode import TokenizerError, open_tokenizer
+from wm_ds.packing_progress import Progress
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", action="extend", required=True, metavar="PATH",
+        help="files, folders, quoted globs (.jsonl .jsonl.gz .jsonl.zst .parquet .txt .txt.gz .txt.zst), "
+        "or hf:NAME[@REVISION] for a Hugging Face dataset, streamed")  # fmt: skip
+    add(
+        "--tokenizer",
+        required=True,
+        help="Hugging Face folder or name, tokenizer.json, or sentencepiece .model",
+    )
+    add("--output", required=True, type=Path, metavar="DIR")
+    add("--seq-len", type=int, default=2048, help="positions of a training sequence (default 2048)")
+    add("--align", type=int, default=8,
+        help="start every document at a multiple of this many positions; masked filler goes before it. The "
+        "model's group count makes a document independent of its place; 1 packs without filler (default 8)")  # fmt: skip
+    add("--holdout", type=int, default=0, metavar="N", help="sequences of the held-out split (default 0)")
+    add("--tail", choices=("pad", "drop"), default="pad",
+        help="the corpus's last, incomplete sequence: fill it with masked filler, or drop it (default pad)")  # fmt: skip
+    add("--shuffle-seed", type=int, default=0, help="names the order whose end is held out (default 0)")
+    add("--eos", metavar="TOKEN", help="token that ends every document (default: the tokenizer's EOS)")
+    add("--text-field", default="text", help="field or column that holds a document (default text)")
+    add("--txt-split", choices=("file", "blank-lines"), default="file",
+        help="a .txt file is one document, or documents separated by blank lines (default file)")  # fmt: skip
+    add("--dataset-split", default="train", help="split of a hf: dataset (default train)")
+    add("--dataset-config", help="configuration of a hf: dataset")
+    add("--on-bad-record", choices=("fail", "skip"), default="fail",
+        help="invalid JSON or UTF-8, lone surrogates, a missing, null or non-string text, damaged or truncated "
+        "compressed files: stop at the first, or leave out and count (default fail)")  # fmt: skip
+    add("--allow-truncated", action="store_true", help="take what a truncated compressed file still holds")
+    add("--workers", type=int, default=pack.default_workers(), help="processes (default: usable cores)")
+    add("--shard-bytes", type=int, metavar="N",
+        help="input bytes a shard is made of (default: 1/64 of the corpus, between 1 MiB and 256 MiB)")  # fmt: skip
+    add("--task", type=int, default=0, help="pack slice i of --tasks n (a SLURM array); finish with merge")
+    add("--tasks", type=int, default=None)
+    add("--json", action="store_true", help="print the summary as one JSON object on stdout")
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers} must be at least 1")
+    if args.tasks is None and args.task:
+        parser.error("--task needs --tasks")
+    if not 0 <= args.task < (args.tasks or 1):
+        parser.error(f"--task {args.task} is not one of --tasks {args.tasks}: they count from 0")
+    return args
+
+
+def merge_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pack_data.py merge", description="Verify all shards, write the manifest."
+    )
+    parser.add_argument("output", type=Path, metavar="DIR")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on stdout")
+    return parser.parse_args(argv)
+
+
+def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
+    inputs = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
+    tokenizer = open_tokenizer(args.tokenizer, args.eos)
+    settings = pack.Settings(
+        seq_len=args.seq_len,
+        align=args.align,
+        tail=args.tail,
+        holdout=args.holdout,
+        shuffle_seed=args.shuffle_seed,
+        text_field=args.text_field,
+        txt_split=args.txt_split,
+        shard_bytes=args.shard_bytes,
+    )
+    plan = pack.make_plan(inputs, tokenizer, settings)
+    tasks = args.tasks or 1
+    units = len(pack.task_units(plan, args.task, tasks))
+    with Progress("packing", plan.bytes_of(pack.task_units(plan, args.task, tasks)), units) as progress:
+        pack.pack(
+            plan,
+            args.output,
+            bad=pack.BadRecords(args.on_bad_record == "skip", args.allow_truncated),
+            workers=args.workers,
+            task=args.task,
+            tasks=tasks,
+            report=progress.update,
+        )
+    if args.tasks is not None:
+        print(
+            f"task {args.task} of {tasks}: {units} shards are published in {args.output}; when all tasks are "
+            f"done, run: tools/pack_data.py merge {args.output}",
+            file=sys.stderr,
+        )
+        return None
+    return pack.merge(args.output, verify=False)
+
+
+def run_merge(args: argparse.Namespace) -> dict[str, Any]:
+    with Progress("verifying", 0, 0) as progress:
+        done = 0
+
+        def report(size: int) -> None:
+            nonlocal done
+            done += size
+            progress.update(done, 0, 0)
+
+        return pack.merge(args.output, verify=True, report=report)
+
+
+def summary(manifest: dict[str, Any], output: Path) -> str:
+    counts, bad = manifest["counts"], manifest["bad"]
+    lines = [
+        f"{output}: {counts['tokens']:,} tokens in {counts['written']:,} documents, "
+        f"{manifest['sequences']:,} sequences of {manifest['seq_len']} "
+        f"({manifest['holdout']:,} held out), {len(manifest['shards'])} shards of {manifest['dtype']}",
+        f"records: read={counts['read']} written={counts['written']} empty={counts['empty']} "
+        f"bad={counts['bad']} blank_lines={counts['blank_lines']}",
+        f"filler (align {manifest['align']}): {counts['filler']:,} positions; "
+        f"dropped at the end (tail {manifest['tail']}): {counts['dropped_tokens']:,} tokens",
+    ]
+    if bad:
+        lines.append("bad records: " + ", ".join(f"{reason}={count}" for reason, count in bad.items()))
+        lines += [f"  {example['place']}: {example['reason']}" for example in manifest["bad_examples"]]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if argv[:1] == ["merge"]:
+            args = merge_arguments(argv[1:])
+            manifest = run_merge(args)
+        else:
+            args = arguments(argv)
+            manifest = run_pack(args)
+    except (pack.PackError, InputError, TokenizerError, shards.ShardError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    if manifest is not None:
+        if args.json:
+            chosen = {name: value for name, value in manifest.items() if name not in ("shards", "inputs")}
+            print(json.dumps({"output": str(args.output), **chosen}))
+        else:
+            print(summary(manifest, args.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
