@@ -1,0 +1,46 @@
+# shellcheck shell=bash
+# What the batch scripts share. Sourced, after slurm/env.sh, from the repository's root.
+
+# The name by which SLURM requeues and shows this job: array tasks have one of their own.
+wm_job() {
+  if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    echo "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+  else
+    echo "${SLURM_JOB_ID:-none}"
+  fi
+}
+
+say() { printf '%s job %s: %s\n' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$(wm_job)" "$*"; }
+
+die() { # die CODE TEXT
+  say "error: $2" >&2
+  exit "$1"
+}
+
+# srun's options for the container, one a line; none where no image is set.
+wm_container_options() {
+  [ -n "$WM_CONTAINER_IMAGE" ] || return 0
+  printf '%s\n' "--container-image=$WM_CONTAINER_IMAGE" "--container-workdir=$PWD" \
+    "--container-mounts=$PWD:$PWD${WM_CONTAINER_MOUNTS:+,$WM_CONTAINER_MOUNTS}"
+}
+
+# srun of one task in the environment of the ranks: for the jobs that are a single process.
+wm_run_one() {
+  local options
+  mapfile -t options < <(wm_container_options)
+  SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" srun --nodes=1 --ntasks=1 "${options[@]}" "$@"
+}
+
+# State and number of restarts of this job as SLURM sees them now: `RUNNING 2`. A controller that restarts is
+# given a minute; empty when it does not answer.
+wm_job_state() {
+  local shown try
+  for try in 1 2 3 4 5 6; do
+    if shown=$(scontrol show job -o "$(wm_job)" 2>/dev/null) && [ -n "$shown" ]; then
+      sed -nE '1s/.* JobState=([A-Z_]+) .* Restarts=([0-9]+) .*/\1 \2/p' <<<"$shown"
+      return 0
+    fi
+    [ "$try" = 6 ] || sleep 10
+  done
+  return 0
+}

@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# Everything that depends on the site. Edit this file once per cluster; every script in this folder reads it.
+# A variable that is already set in your shell wins over the value here: `WM_NODES=8 slurm/submit.sh …`.
+# An empty value means: leave the option out and take SLURM's default.
+
+# --- Where the jobs go --------------------------------------------------------------------------------------
+: "${WM_PARTITION:=}"            # partition of training and evaluation (sinfo lists them)
+: "${WM_CPU_PARTITION:=}"        # partition of tokenizing and export, which need no GPU
+: "${WM_ACCOUNT:=}"              # account to charge (sacctmgr show assoc user=$USER)
+: "${WM_QOS:=}"                  # quality of service
+: "${WM_CONSTRAINT:=}"           # node features, for example "h100"
+: "${WM_SBATCH_EXTRA:=}"         # any further sbatch options for all jobs, separated by spaces
+
+# --- How large ----------------------------------------------------------------------------------------------
+: "${WM_NODES:=1}"               # nodes of the training job; the global batch does not depend on it
+: "${WM_GPUS_PER_NODE:=8}"       # GPUs per node = ranks per node
+: "${WM_CPUS_PER_GPU:=8}"        # CPU cores of each rank
+: "${WM_TRAIN_TIME:=24:00:00}"   # time limit of one start of the training job; it goes on by itself afterwards
+: "${WM_CPU_TIME:=08:00:00}"     # time limit of the other jobs
+: "${WM_CPU_CPUS:=16}"           # cores of a tokenizing or export job
+: "${WM_CPU_MEMORY:=64G}"        # memory of a tokenizing or export job
+: "${WM_SLICES:=16}"             # tokenizing: array tasks that share the input
+
+# --- The software on the nodes ------------------------------------------------------------------------------
+# Modules or anything else that has to be loaded in a job (not needed where a container brings it all).
+wm_site_setup() {
+  :
+  # module purge
+  # module load cuda/12.8 gcc/13
+}
+: "${WM_PYTHON:=$PWD/.venv/bin/python}"   # python of the ranks (inside the container, where there is one)
+: "${WM_BATCH_PYTHON:=$WM_PYTHON}"        # python 3.11+ of the batch script on the first node, no packages needed
+# pyxis/enroot: an image turns the container on; it must hold the packages of requirements.txt. Off by default.
+: "${WM_CONTAINER_IMAGE:=}"               # for example /images/wm_ds.sqsh or nvcr.io#nvidia/pytorch:25.06-py3
+: "${WM_CONTAINER_MOUNTS:=}"              # source:target,… beside this repository, which is always mounted
+
+# --- The network --------------------------------------------------------------------------------------------
+# Which interface NCCL and gloo use to find each other. Left empty, they choose, which goes wrong where nodes have
+# a management network besides the fast one: `ip -brief address` on a compute node shows the names.
+: "${WM_SOCKET_INTERFACE:=}"              # for example "ib0" or "^lo,docker0" (NCCL's notation; gloo needs a plain name)
+# export NCCL_IB_HCA=mlx5                 # which InfiniBand adapters
+# export NCCL_DEBUG=INFO                  # when NCCL does not start
+# MASTER_ADDR and MASTER_PORT are found by themselves; set them only where that fails.
+
+# --- When things go wrong -----------------------------------------------------------------------------------
+: "${WM_GRACE_SECONDS:=180}"     # asked to stop so long before the time limit; one step and one checkpoint must fit
+: "${WM_MAX_CRASHES:=5}"         # crashes of one job that are followed by another start
+: "${WM_MAX_SAME_STEP:=3}"       # crashes at one and the same step that end the job
+: "${WM_HANG_TIMEOUT:=1800}"     # seconds without progress after which all ranks dump their stacks and end
+: "${WM_LEASE_SECONDS:=90}"      # an attempt that did not end by itself must have been silent so long
+: "${WM_MIN_RUN_GIB:=50}"        # free space required in the run directory
+: "${WM_MIN_TMP_GIB:=1}"         # free space required in every node's /tmp
+: "${WM_MIN_GPU_GIB:=0}"         # memory required of every GPU
+
+# --- What the ranks see ---------------------------------------------------------------------------------------
+export WM_HANG_TIMEOUT WM_LEASE_SECONDS
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+# DeepSpeed's compiled extensions: one folder that all nodes see, filled once by `make install` on a login node.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.cache/torch_extensions}"
+if [ -n "$WM_SOCKET_INTERFACE" ]; then
+  export NCCL_SOCKET_IFNAME="$WM_SOCKET_INTERFACE" GLOO_SOCKET_IFNAME="$WM_SOCKET_INTERFACE"
+fi

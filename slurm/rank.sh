@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# One rank, started by srun: turns SLURM's variables into those that torch and DeepSpeed read, runs the program,
+# and notes a failure that the program itself could not (a kill, an import error).
+set -u
+export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+# Tasks of this node, from SLURM_STEP_TASKS_PER_NODE (`4(x2),2`): nodes may differ.
+local_world() {
+  local part count times node=0
+  for part in ${SLURM_STEP_TASKS_PER_NODE//,/ }; do
+    count=${part%%(*}
+    times=1
+    [ "$part" = "$count" ] || { times=${part##*x} && times=${times%)}; }
+    node=$((node + times))
+    if [ "$SLURM_NODEID" -lt "$node" ]; then
+      echo "$count"
+      return
+    fi
+  done
+}
+LOCAL_WORLD_SIZE=$(local_world)
+export LOCAL_WORLD_SIZE
+
+# The step that the rank works on, in the node's memory: it can still be read when the rank has been killed.
+progress=/dev/shm/wm_ds.${SLURM_JOB_ID}.${WM_ATTEMPT:-0}.$RANK
+[ -w /dev/shm ] || progress=/tmp/${progress##*/}
+export WM_PROGRESS_FILE=$progress
+
+# A signal before the trainer has its handlers must not kill it; the batch script repeats USR1 until it is heard.
+trap '' USR1 TERM
+"$@"
+code=$?
+
+if [ "$code" -ne 0 ] && [ -n "${WM_ATTEMPT:-}" ]; then
+  step=$(tr -dc 0-9 2>/dev/null <"$progress") || step=
+  record=$(printf '%s/attempts/%04d.failure' "$WM_RUN_DIR" "$WM_ATTEMPT")
+  kind="exited"
+  [ "$code" -le 128 ] || kind="killed by SIG$(kill -l "$code" 2>/dev/null)"
+  # noclobber: only the first record of an attempt is kept
+  (
+    set -C
+    printf '{"rank": %d, "node": "%s", "kind": "%s", "exit_code": %d, "step": %s}\n' \
+      "$RANK" "${SLURMD_NODENAME:-$(hostname)}" "$kind" "$code" "${step:-null}" >"$record"
+  ) 2>/dev/null
+  printf 'rank %d %s, exit code %d\n' "$RANK" "$kind" "$code" >&2
+fi
+rm -f "$progress"
+exit "$code"

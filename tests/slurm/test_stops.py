@@ -1,0 +1,96 @@
+"""A job that is preempted, reaches its time limit, is cancelled, or is told to stop, on the real cluster."""
+
+import time
+
+import pytest
+from rank_program import expected_losses
+
+pytestmark = pytest.mark.slurm
+
+
+def test_two_nodes_with_two_ranks_finish(cluster):
+    job = cluster.train("steps=12", "step_s=0.05")
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED"
+    assert cluster.losses() == pytest.approx(expected_losses(12), rel=1e-12)
+    assert [end["result"] for end in cluster.attempts()] == ["done"]
+    assert set(cluster.rank_logs(1)) == {0, 1, 2, 3}
+    nodes = [cluster.rank_logs(1)[rank].split(" from")[0].split(" on ")[1] for rank in range(4)]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+
+    again = cluster.train("steps=12")
+    assert cluster.wait_end(again, 20)["JobState"] == "COMPLETED"
+    assert "already complete" in cluster.log()
+    assert len(cluster.attempts()) == 1, "a finished run claims nothing"
+
+
+def test_preempted_and_finishes_with_the_same_losses(cluster):
+    job = cluster.train("steps=60", "step_s=0.2", "save_every=1000")
+    cluster.wait_step(10)
+    urgent = cluster.sbatch(
+        "-p", "urgent", "--nodes=4", "--exclusive", "--time=1", "-o", "/dev/null", "--wrap", "sleep 3"
+    )
+    assert cluster.wait_end(urgent)["JobState"] == "COMPLETED"
+    ended = cluster.wait_end(job)
+    assert ended["JobState"] == "COMPLETED"
+    assert ended["Restarts"] == "1"
+    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
+    # Nothing lost and nothing replayed: each step once, and the numbers of a run that nobody disturbed.
+    assert [row["step"] for row in cluster.metrics()] == list(range(1, 61))
+    assert cluster.losses() == pytest.approx(expected_losses(60), rel=1e-12)
+    assert cluster.log().count("attempt 1, master") == 1, "the main log was overwritten"
+    assert cluster.log().count("attempt 2, master") == 1
+
+
+def test_usr1_before_the_time_limit(cluster):
+    """SLURM sends it to the batch shell alone, 60 s at most before the limit of one minute: at once, that is."""
+    job = cluster.train(
+        "steps=40", "step_s=0.2", "save_every=1000", options=("--time=1", "--signal=B:USR1@55")
+    )
+    cluster.wait("requeue", lambda: cluster.job(job)["Restarts"] == "1", 90)
+    # Enough seen: let it finish without a second interruption.
+    cluster.wait("second start or its end", lambda: len(cluster.attempts()) >= 2, 60)
+    ended = cluster.wait_end(job, 120)
+    assert ended["JobState"] == "COMPLETED"
+    assert cluster.attempts()[0]["result"] == "stopped"
+    assert cluster.attempts()[-1]["result"] == "done"
+    assert [row["step"] for row in cluster.metrics()] == list(range(1, 41))
+    assert cluster.losses() == pytest.approx(expected_losses(40), rel=1e-12)
+
+
+def test_usr1_sent_while_the_ranks_are_starting_is_not_lost(cluster):
+    job = cluster.train("steps=200", "step_s=0.2", "save_every=1000")
+    cluster.wait("the batch script", lambda: "attempt 1, master" in cluster.log())
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    cluster.wait("requeue", lambda: cluster.job(job)["Restarts"] == "1", 60)
+    assert cluster.attempts()[0]["result"] == "stopped"
+
+
+def test_scancel_stays_cancelled(cluster):
+    job = cluster.train("steps=500", "step_s=0.2")
+    cluster.wait_step(5)
+    cluster.call("scancel", job)
+    ended = cluster.wait_end(job, 40)
+    assert ended["JobState"] == "CANCELLED"
+    assert ended["Restarts"] == "0"
+    time.sleep(8)  # longer than a requeued job waits here
+    assert cluster.state(job) == "CANCELLED"
+    assert not cluster.call("squeue", "-h").strip()
+
+
+def test_stop_file_stops_at_the_next_step_and_holds(cluster):
+    job = cluster.train("steps=500", "step_s=0.2", "save_every=1000")
+    cluster.wait_step(5)
+    (cluster.run_dir / "STOP").touch()
+    ended = cluster.wait_end(job, 30)
+    assert ended["JobState"] == "FAILED"  # so that an export that waits for it with afterok does not start
+    assert ended["ExitCode"] == "73:0"
+    stopped_at = cluster.attempts()[0]["step"]
+    assert cluster.metrics()[-1]["step"] == stopped_at
+    assert "remove" in cluster.log()
+
+    held = cluster.train("steps=500")
+    assert cluster.wait_end(held, 20)["ExitCode"] == "73:0"
+    (cluster.run_dir / "STOP").unlink()
+    job = cluster.train(f"steps={stopped_at + 5}", "step_s=0.05")
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED"
+    assert cluster.losses() == pytest.approx(expected_losses(stopped_at + 5), rel=1e-12)

@@ -1,0 +1,375 @@
+"""Attempts: which launch of a run may write its directory, and what became of each.
+
+A run of weeks is many launches of the same command: preempted, at its time limit, crashed, started by hand.
+Each launch claims the next number before it does anything else:
+
+  attempts/0007.json      the claim: who, where, when
+  attempts/0007.alive     touched by the ranks while they live (see watchdog.py)
+  attempts/0007.failure   the first rank that failed, written by whoever notices first
+  attempts/0007.hang      a rank's request that all ranks dump their stacks
+  attempts/0007.end       how it ended
+
+The claim is made by exclusive creation, so numbers are unique on every file system that a cluster has, and
+an attempt is superseded from the moment a higher number exists: it then must not write any more, and its
+ranks end themselves (watchdog.py). That leaves the seconds in which an old rank has not looked yet: a node
+that lost its connection to SLURM goes on training while the job is started again elsewhere. So whoever claims
+waits until the attempt before has ended by itself or has been silent for `lease_s`.
+
+Only the standard library is used: SLURM's batch script calls this file before any rank exists
+(`python -m wm_ds.attempt claim|finish …`).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Exit codes of a job beside those of the ranks themselves (docs/slurm.md explains each to the user).
+EXIT_SUPERSEDED = 70
+EXIT_HUNG = 71
+EXIT_CHECK_FAILED = 72
+EXIT_STOP_FILE = 73
+
+DEFAULT_LEASE_S = 90.0  # network file systems show a changed time stamp up to 60 s late
+_CLAIM = re.compile(r"(\d{4,})\.json")
+
+
+class SupersededError(RuntimeError):
+    """A newer attempt has claimed the run directory; this one must stop without writing."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One launch of the run in `run_dir`; `number` counts from 1 and names it in logs and metrics."""
+
+    run_dir: Path
+    number: int
+
+    def path(self, suffix: str) -> Path:
+        return self.run_dir / "attempts" / f"{self.number:04d}.{suffix}"
+
+    def superseded(self) -> bool:
+        """Whether a newer attempt exists. One stat: numbers are handed out without gaps."""
+        return Attempt(self.run_dir, self.number + 1).path("json").exists()
+
+    def check(self) -> None:
+        """Raise SupersededError if a newer attempt exists. Call before publishing in the run directory."""
+        if self.superseded():
+            raise SupersededError(
+                f"attempt {self.number} of {self.run_dir} has been superseded by a newer one and must not "
+                f"write; see {self.path('json').parent}"
+            )
+
+    def touch(self) -> None:
+        """Say that a rank of this attempt lives. The file server's clock counts, not this machine's."""
+        self.path("alive").touch()
+
+    def record_failure(self, **what: object) -> bool:
+        """Note that a rank failed. Only the first note of an attempt is kept: True if it was this one."""
+        return _create(self.path("failure"), what)
+
+    def failure(self) -> dict | None:
+        """The first failure of this attempt, None if there is none."""
+        return _read(self.path("failure"))
+
+    def record_end(self, **what: object) -> None:
+        """Note how this attempt ended; `clean=True` says that no rank of it can be alive."""
+        _replace(self.path("end"), {"time": _now(), **what})
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _create(path: Path, content: dict) -> bool:
+    """Write JSON to a file that must not exist yet; False if it does. Exclusive on NFS too."""
+    try:
+        with open(path, "x") as handle:
+            handle.write(json.dumps(content) + "\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _replace(path: Path, content: dict) -> None:
+    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    part.write_text(json.dumps(content) + "\n")
+    part.replace(path)
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def attempts(run_dir: str | Path) -> list[Attempt]:
+    """All attempts of the run, oldest first."""
+    folder = Path(run_dir) / "attempts"
+    names = [match for path in folder.glob("*.json") if (match := _CLAIM.fullmatch(path.name))]
+    return [Attempt(Path(run_dir), number) for number in sorted(int(match.group(1)) for match in names)]
+
+
+def claim(
+    run_dir: str | Path,
+    *,
+    lease_s: float = DEFAULT_LEASE_S,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    **who: object,
+) -> Attempt:
+    """Become the newest attempt of the run, and return when the one before can no longer write.
+
+    Waits up to `lease_s` seconds of silence of the attempt before, unless that one has ended cleanly or its
+    only process, on this very machine, is gone. Raises SupersededError when a yet newer attempt comes.
+    """
+    run_dir = Path(run_dir)
+    (run_dir / "attempts").mkdir(parents=True, exist_ok=True)
+    while True:
+        earlier = attempts(run_dir)
+        mine = Attempt(run_dir, earlier[-1].number + 1 if earlier else 1)
+        if _create(
+            mine.path("json"), {"time": _now(), "host": socket.gethostname(), "pid": os.getpid(), **who}
+        ):
+            break
+    (run_dir / "stopped").unlink(
+        missing_ok=True
+    )  # an earlier attempt's end must not be mistaken for this one's
+    if earlier:
+        _outwait(earlier[-1], mine, lease_s, say)
+    mine.check()
+    return mine
+
+
+def _outwait(old: Attempt, mine: Attempt, lease_s: float, say: Callable[[str], None]) -> None:
+    end, who = _read(old.path("end")), _read(old.path("json")) or {}
+    if (end and end.get("clean")) or _process_is_gone(who):
+        return
+    seen, since, told = None, time.monotonic(), False
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            stamp = old.path("alive").stat().st_mtime
+            if seen is None:  # both stamps are the file server's, so no clock of a node matters
+                since -= max(0.0, mine.path("json").stat().st_mtime - stamp)
+            elif stamp != seen:
+                since = time.monotonic()
+            seen = stamp
+        if seen is None:  # it never had a rank
+            return
+        if time.monotonic() - since >= lease_s:
+            return
+        if not told:
+            told = True
+            say(
+                f"attempt {old.number} ({_describe(who)}) did not end by itself; "
+                f"attempt {mine.number} waits until it has been silent for {lease_s:g} s"
+            )
+        mine.check()
+        time.sleep(min(1.0, lease_s / 10))
+
+
+def _describe(who: dict) -> str:
+    return ", ".join(f"{key} {who[key]}" for key in ("job", "nodes", "host") if who.get(key))
+
+
+def _process_is_gone(who: dict) -> bool:
+    """Whether a claim was made by the only process of its run (`solo`), on this machine, and that is dead."""
+    if not who.get("solo") or who.get("boot") != boot_id():
+        return False
+    try:
+        os.kill(int(who["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, KeyError, ValueError):
+        return False
+    return False
+
+
+def boot_id() -> str:
+    """Names this boot of this machine and this process namespace: within it, a process id is one process."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def join(run_dir: str | Path, *, solo: bool = False, lease_s: float | None = None) -> Attempt:
+    """The attempt this process belongs to: WM_ATTEMPT of the batch script, else a new claim.
+
+    Without a batch script (torchrun, a single process) rank 0 calls this and hands the number to the others.
+    `solo` says that no rank lives on another machine, nor after this process.
+    """
+    number = os.environ.get("WM_ATTEMPT")
+    if number:
+        return Attempt(Path(run_dir), int(number))
+    if lease_s is None:
+        lease_s = float(os.environ.get("WM_LEASE_SECONDS", DEFAULT_LEASE_S))
+    return claim(run_dir, lease_s=lease_s, solo=solo, boot=boot_id())
+
+
+# -- what the batch script decides with --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the batch script does after its ranks have ended: "requeue", or "exit" with `code`."""
+
+    action: str
+    code: int
+    reason: str
+
+
+def finish(
+    attempt: Attempt,
+    *,
+    job: str,
+    srun_code: int,
+    max_crashes: int,
+    max_same_step: int,
+    restarts: int = 0,
+    skipped: bool = False,
+) -> Verdict:
+    """Tell how the attempt ended from what it left in the run directory, note it, and decide what follows.
+
+    `max_crashes` crashes of one job are retried, and fewer when the last `max_same_step` of them came at the
+    same step: then it is the data or the program and no repetition helps.
+    """
+    run_dir = attempt.run_dir
+    if attempt.superseded():
+        return Verdict("exit", EXIT_SUPERSEDED, "a newer attempt has taken over the run directory")
+    done, stopped = _read(run_dir / "done"), _read(run_dir / "stopped")
+    if done is not None and srun_code == 0:
+        attempt.record_end(result="done", job=job, step=done.get("step"), clean=True)
+        return Verdict("exit", 0, f"the run is complete at step {done.get('step')}")
+    if stopped is not None and srun_code == 0:
+        reason, step = stopped.get("reason"), stopped.get("step")
+        attempt.record_end(result="stopped", job=job, step=step, reason=reason, clean=True)
+        if (run_dir / "STOP").exists():
+            return Verdict(
+                "exit", EXIT_STOP_FILE, f"stopped at step {step}: remove {run_dir / 'STOP'} to go on"
+            )
+        return Verdict("requeue", 0, f"stopped at step {step} ({reason})")
+    if srun_code == 0 and skipped:
+        attempt.record_end(result="stopped", job=job, reason="before the ranks started", clean=True)
+        return Verdict("requeue", 0, "stopped before the ranks started")
+    failure = attempt.failure() or {}
+    code = int(failure.get("exit_code") or srun_code or 1)
+    step = failure.get("step")
+    attempt.record_end(result="crash", job=job, step=step, exit_code=code, clean=False)
+    crashes = _crashes(run_dir, job)
+    where = (
+        f"crash {len(crashes)} of job {job}, {'before the first step' if step is None else f'at step {step}'}"
+    )
+    if (stop := _retry_is_useless(code, restarts, crashes, max_crashes, max_same_step)) is not None:
+        return Verdict("exit", code, f"{where}: {stop}")
+    return Verdict("requeue", code, f"{where}; up to {max_crashes} are retried")
+
+
+def _crashes(run_dir: Path, job: str) -> list[dict]:
+    ends = (_read(attempt.path("end")) for attempt in attempts(run_dir))
+    return [end for end in ends if end and end.get("result") == "crash" and end.get("job") == job]
+
+
+def _retry_is_useless(
+    code: int, restarts: int, crashes: list[dict], max_crashes: int, max_same_step: int
+) -> str | None:
+    if code == 2:
+        return "not retried, the command line or the configuration was refused (exit code 2)"
+    if code == EXIT_CHECK_FAILED and restarts == 0:
+        return "not retried, the nodes were refused before the first start"
+    if len(crashes) > max_crashes:
+        return f"not retried, the cap is {max_crashes} retries"
+    last = crashes[-max_same_step:]
+    if len(last) == max_same_step and len({str(end.get("step")) for end in last}) == 1:
+        return f"not retried, the last {max_same_step} crashes were all at this step"
+    return None
+
+
+def failure_report(attempt: Attempt, logs: Path, lines: int = 60) -> list[str]:
+    """What the main log shows of a crash: who failed first, and that rank's traceback or last lines."""
+    failure = attempt.failure()
+    report = []
+    if failure is None:
+        return ["no rank left a record of its end: the node or SLURM ended them"]
+    rank, kind = failure.get("rank"), failure.get("kind")
+    report.append(
+        f"first failure: rank {rank} on {failure.get('node')}, {kind}, exit code {failure.get('exit_code')}, "
+        f"{'before the first step' if failure.get('step') is None else 'step {}'.format(failure.get('step'))}"
+    )
+    found = sorted(logs.glob(f"*.{attempt.number:04d}.rank*.log"))
+    mine = [path for path in found if re.search(rf"\.rank0*{rank}\.log$", path.name)]
+    if kind == "hang":
+        silent = [path.name for path in found if "stack dump of rank" not in path.read_text(errors="replace")]
+        report.append(f"every rank's stack is in its own log, {logs}/*.{attempt.number:04d}.rank*.log")
+        report += [f"no stack in {name}: that rank was stopped or lost" for name in silent]
+    for path in mine[:1]:
+        report += [f"--- {path}", *_tail(path.read_text(errors="replace"), lines)]
+    return report
+
+
+def _tail(text: str, lines: int) -> list[str]:
+    """The last traceback or stack dump of a log, else its end."""
+    starts = [text.rfind("Traceback (most recent call last)"), text.rfind("stack dump of rank")]
+    if max(starts) >= 0:
+        return text[text.rfind("\n", 0, max(starts)) + 1 :].splitlines()[:lines]
+    return text.splitlines()[-20:]
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m wm_ds.attempt", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser(
+        "claim", help="print the number of a new attempt, once the one before is over"
+    )
+    end = commands.add_parser("finish", help="print `requeue` or `exit CODE`, and the reasons on stderr")
+    for sub in (start, end):
+        sub.add_argument("run_dir", type=Path)
+        sub.add_argument("--job", default=os.environ.get("SLURM_JOB_ID", "none"))
+    start.add_argument("--lease", type=float, default=DEFAULT_LEASE_S)
+    end.add_argument("number", type=int)
+    end.add_argument("--srun-code", type=int, required=True)
+    end.add_argument("--max-crashes", type=int, default=5)
+    end.add_argument("--max-same-step", type=int, default=3)
+    end.add_argument("--skipped", action="store_true", help="the ranks were not started")
+    options = parser.parse_args()
+    try:
+        if options.command == "claim":
+            nodes, restarts = os.environ.get("SLURM_JOB_NODELIST"), os.environ.get("SLURM_RESTART_COUNT", "0")
+            mine = claim(
+                options.run_dir, lease_s=options.lease, job=options.job, restarts=restarts, nodes=nodes
+            )
+            print(mine.number)
+            return 0
+        attempt = Attempt(options.run_dir, options.number)
+        verdict = finish(
+            attempt,
+            job=options.job,
+            srun_code=options.srun_code,
+            max_crashes=options.max_crashes,
+            max_same_step=options.max_same_step,
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            skipped=options.skipped,
+        )
+        if verdict.code not in (0, EXIT_SUPERSEDED, EXIT_STOP_FILE):
+            print("\n".join(failure_report(attempt, options.run_dir / "logs")), file=sys.stderr)
+        print(verdict.reason, file=sys.stderr)
+        print(verdict.action, verdict.code)
+        return 0
+    except SupersededError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_SUPERSEDED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
