@@ -1,0 +1,56 @@
+"""From a run's model section to a Hugging Face causal language model with fresh weights.
+
+The weights depend on the seed and the model alone, not on ranks or ZeRO stage: every rank draws the whole
+model from the same seed, and DeepSpeed then partitions what all have in common.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+
+from .config import Config
+
+
+def model_config(config: Config, *, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
+    """The Hugging Face configuration of the run's model.
+
+    `vocab_size` is the data's, used where the run does not set a larger one; `seq_len` becomes
+    max_position_embeddings; `eos_id` is what the packer put between documents.
+    """
+    fields: dict[str, Any] = config.model.fields()
+    fields.setdefault("vocab_size", vocab_size)
+    fields.update(
+        max_position_embeddings=seq_len, bos_token_id=None, eos_token_id=eos_id, pad_token_id=eos_id
+    )
+    if config.model.family == "vanilla":
+        theta = fields.pop("rope_theta")
+        rope = {"rope_type": "default", "rope_theta": theta}
+        return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
+    from .model import WhiteMatterConfig
+
+    return WhiteMatterConfig(**fields)
+
+
+def build_model(hf_config: PretrainedConfig, *, seed: int, recompute: str = "none") -> PreTrainedModel:
+    """The model with fresh fp32 weights drawn from `seed` (on the CPU, so the same on every machine).
+
+    `recompute`: none, layer, group or group+layer, see config.Config.recompute.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if hf_config.model_type == "qwen3":
+            lm = Qwen3ForCausalLM._from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+        else:
+            from .model import WhiteMatterForCausalLM
+
+            lm = WhiteMatterForCausalLM._from_config(hf_config, dtype=torch.float32)
+    if hf_config.model_type == "qwen3":
+        if recompute == "layer":
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        lm.model.recompute = recompute
+    return lm

@@ -1,0 +1,575 @@
+"""A run, as written by a person: YAML plus `section.field=value` overrides, checked before anything is built.
+
+Every key is declared here; an unknown one is refused with the nearest name. `load` parses and checks what the
+file alone can tell, `check_against_data` what needs the packed data's manifest, `Batch.accumulation` what
+needs the number of ranks. Whatever contradicts something else is named with both values.
+
+Durations (`optim.warmup`, `optim.decay`, and so on) are a number of steps (`200`), a share of the run (`2%`)
+or tokens (`50M tokens`); they become an integer number of steps, rounded half up (2% of 30,518 steps is 610).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class ConfigError(ValueError):
+    """The run's description is wrong; the message is one line that names the field, the value and the remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Run(_Section):
+    dir: str
+    """Run directory. It is created; one that holds another run is refused, one with a checkpoint resumes."""
+    seed: int = 0
+    """Of the initial weights and the order of the data."""
+    deterministic: bool = False
+    """Deterministic kernels only: two runs are bitwise equal, somewhat slower on GPUs."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """Longest wait for another rank, at the start and in every collective; then the run fails."""
+    time_limit_minutes: float | None = Field(None, gt=0)
+    """Save and stop gracefully after this long, so that a job ends before its scheduler kills it."""
+
+
+class Model(_Section):
+    family: Literal["whitematter", "vanilla"] = "whitematter"
+    """whitematter, or vanilla: transformers' Qwen3, same sizes, ordinary attention."""
+    vocab_size: int | None = Field(None, gt=0)
+    """Rows of the embedding; default: the packed data's vocabulary. May be larger, not smaller."""
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    rms_norm_eps: float = Field(1e-6, gt=0)
+    rope_theta: float = Field(10000.0, gt=0)
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(0.02, gt=0)
+    num_kv_channels: int | None = Field(None, gt=0)
+    """k, the KV channels shared by all layers; default L/2. WhiteMatter only, as everything below."""
+    router_stride: int | None = Field(None, gt=0)
+    """p: the routers read every p-th layer's state. Default 2."""
+    router_init: str | None = None
+    """Initial source of each channel; default auto (top for k=1, cyclic, shifted for k=L)."""
+    num_groups: int | None = Field(None, gt=0)
+    """g: token groups of a pass. Default 8."""
+    no_grad_passes: int | None = Field(None, ge=0)
+    """Passes of a training step without gradient. Default 1."""
+    grad_passes: int | None = Field(None, gt=0)
+    """Passes with gradient, after those without. Default 2."""
+    prefill_passes: int | None = Field(None, gt=0)
+    """Passes over a prompt in generation and evaluation; default: as in training."""
+    prefill_groups: int | None = Field(None, gt=0)
+    """Groups in generation and evaluation; default: num_groups."""
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that go to the model's own configuration class; unset ones keep its defaults."""
+        return {k: v for k, v in self.model_dump().items() if k != "family" and v is not None}
+
+
+class Source(_Section):
+    path: str
+    """Directory of packed data."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the sequences, relative to the other sources."""
+
+
+class Data(_Section):
+    train: str | list[Source]
+    """Directory of packed data, or several with weights."""
+    holdout: str | None = None
+    """Directory whose held-out split is evaluated; default: that of the (first) training directory."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer that packed the data, copied into exports; default: the one the data names."""
+
+    def sources(self) -> list[Source]:
+        """The training sources as a list."""
+        return [Source(path=self.train)] if isinstance(self.train, str) else list(self.train)
+
+
+class Batch(_Section):
+    global_batch: int = Field(gt=0)
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch: int = Field(gt=0)
+    """Sequences of one forward and backward on one rank."""
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches per rank and step. Raises ConfigError with the valid choices where it is no integer."""
+        per_step = ranks * self.micro_batch
+        if self.global_batch % per_step == 0:
+            return self.global_batch // per_step
+        micro = [m for m in _divisors(self.global_batch) if (self.global_batch // m) % ranks == 0]
+        rank_choices = _near([r for r in _divisors(self.global_batch // self.micro_batch)], ranks)
+        below = self.global_batch // per_step * per_step
+        batches = [b for b in (below, below + per_step) if b > 0]
+        hints = [f"global_batch {' or '.join(map(str, batches))}"]
+        if micro:
+            hints.insert(0, f"micro_batch in {{{', '.join(map(str, micro))}}}")
+        if self.global_batch % self.micro_batch == 0:
+            hints.append(f"{', '.join(map(str, rank_choices))} ranks")
+        raise ConfigError(
+            f"global_batch {self.global_batch} does not divide over {ranks} ranks x micro_batch "
+            f"{self.micro_batch}; use {', or '.join(hints)}"
+        )
+
+
+class Optim(_Section):
+    name: Literal["muon", "adamw"] = "muon"
+    """muon: Muon for weight matrices and AdamW for the rest. adamw: AdamW for everything."""
+    lr: float = Field(gt=0)
+    """Peak learning rate, of both rules."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled, on matrices, embeddings and head; never on norms, biases and the dummy."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon (Nesterov)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: float = Field(1e-8, gt=0)
+    """Of AdamW."""
+    update_scale: Literal["rms", "spectral"] = "rms"
+    """Size of Muon's update: rms 0.2 sqrt(max(rows, cols)), comparable with AdamW at the same learning rate;
+    spectral sqrt(max(1, rows / cols))."""
+    ns_steps: int = Field(5, gt=0)
+    """Newton-Schulz steps of Muon."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of Newton-Schulz."""
+    embedding_rule: Literal["adamw", "muon"] = "adamw"
+    head_rule: Literal["adamw", "muon"] = "adamw"
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 = no clipping."""
+    clip_rule: Literal["local", "global"] = "global"
+    """local: each rank clips its own gradient before the reduction (the paper); keeps a full gradient on each
+    rank.
+    global: the reduced gradient is clipped, before Muon."""
+    warmup: int | str = "2%"
+    """Duration of the linear warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    floor: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a fraction of the peak."""
+    decay: int | str = "20%"
+    """Duration of the final linear decay of schedule wsd."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
+class Checkpoint(_Section):
+    every: int | None = Field(500, gt=0)
+    """Steps between checkpoints; null: only at the end and when stopped."""
+    keep_last: int = Field(2, gt=0)
+    """Newest checkpoints kept."""
+    keep_every: int | None = Field(None, gt=0)
+    """Steps whose checkpoints are kept for good."""
+
+
+class Evaluate(_Section):
+    every: int | None = Field(500, gt=0)
+    """Steps between held-out evaluations; null: only at the end."""
+    sequences: int = Field(64, gt=0)
+    """Held-out sequences evaluated, the first ones of the split."""
+    double_passes: bool = True
+    """Evaluate WhiteMatter also with twice the trained passes: the gap is what the iteration still misses."""
+
+
+class Guard(_Section):
+    max_skipped: int = Field(10, gt=0)
+    """Steps skipped in a row (non-finite loss or gradient, or skipped spikes) after which the run fails."""
+    spike_sigma: float = Field(6.0, gt=0)
+    """A loss this many standard deviations above the running mean is reported as a spike."""
+    skip_spikes: bool = False
+    """Also skip the update of a spike."""
+
+
+class Log(_Section):
+    every: int = Field(10, gt=0)
+    """Steps between printed lines; metrics.jsonl has every step."""
+    details_every: int = Field(50, gt=0)
+    """Steps between WhiteMatter's fixed-point residuals and router statistics."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Project name at Weights & Biases; needs the package wandb."""
+
+
+class Config(_Section):
+    """One run. See the sections for the fields."""
+
+    run: Run
+    model: Model
+    data: Data
+    batch: Batch
+    optim: Optim
+    precision: Literal["fp32", "autocast", "bf16", "fp16"] = "autocast"
+    """autocast: fp32 weights, bf16 products, fp32 reduction (the paper). bf16: bf16 weights and reduction
+    with fp32
+    masters. fp32; fp16 (static loss scale, AdamW only)."""
+    recompute: Literal["none", "layer", "group", "group+layer"] = "none"
+    """What is recomputed in backward instead of kept: nothing, each layer, each group of tokens
+    (WhiteMatter), both."""
+    deepspeed: str = "ds_configs/zero2.json"
+    """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
+    it."""
+    steps: int | None = Field(None, gt=0)
+    """Length of the run in optimizer steps; either this or tokens."""
+    tokens: int | str | None = None
+    """Length of the run in tokens (`2e9`, `500M tokens`), rounded up to whole steps."""
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    guard: Guard = Guard()
+    log: Log = Log()
+
+    def total_steps(self, seq_len: int) -> int:
+        """Length in steps, for packed sequences of `seq_len` tokens."""
+        if self.steps is not None:
+            return self.steps
+        return math.ceil(parse_tokens("tokens", self.tokens) / (self.batch.global_batch * seq_len))
+
+
+# Parsing
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with `3e-4` as a number (YAML 1.1 wants a point in it) and without silent duplicate keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} appears twice")
+        seen.add(key.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a run's YAML, apply `section.field=value` overrides, and check what can be checked without data.
+
+    Relative paths inside stay relative to the working directory. Raises ConfigError with one line per
+    problem.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must hold sections (run, model, data, …), found {type(raw).__name__}")
+    for override in overrides or []:
+        _override(raw, override)
+    return parse(raw, source=str(path))
+
+
+def parse(raw: dict[str, Any], source: str = "config") -> Config:
+    """A checked Config from plain dictionaries. Raises ConfigError."""
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+    problems = contradictions(config)
+    if problems:
+        raise ConfigError(f"{source}: " + "; ".join(problems))
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved run as YAML; `load` reads it back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not an override; write section.field=value")
+    try:
+        parsed = yaml.load(value, _Loader) if value else None  # noqa: S506
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: the value is not valid YAML") from None
+    *path, last = key.split(".")
+    at = raw
+    for i, part in enumerate(path):
+        at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"{override!r}: {'.'.join(path[: i + 1])} is a value, not a section")
+    at[last] = parsed
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        name = str(error["loc"][-1])
+        return f"unknown key {where}{nearest(name, known, prefix=where[: -len(name)])}"
+    if error["type"] == "missing":
+        return f"{where} is required"
+    if error["type"] == "model_type":
+        return f"{where} must be a section, got {error['input']!r}"
+    return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _known_keys(path: tuple) -> list[str]:
+    at: Any = Config
+    for part in path:
+        fields = getattr(at, "model_fields", {})
+        if part not in fields:
+            continue  # an index or the tag of a union
+        kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
+        kinds += [a for k in kinds for a in get_args(k)]
+        at = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), at)
+    return list(at.model_fields)
+
+
+def nearest(name: str, known: list[str], prefix: str = "") -> str:
+    """`; did you mean X?` with the most similar known name, or the list of all."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if match:
+        return f"; did you mean {prefix}{match[0]}?"
+    return f"; known here: {', '.join(sorted(known))}"
+
+
+# Durations and tokens
+
+_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def parse_tokens(field: str, value: int | str | None) -> int:
+    """A number of tokens: an integer, `2e9`, `500M` or `500M tokens`. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"([\d.]+(?:[eE][-+]?\d+)?)\s*([kKmMbBgGtT]?)(?:\s*tokens?)?", str(value).strip())
+    try:
+        tokens = float(match[1]) * _SUFFIX[match[2].lower()] if match else 0.0
+    except ValueError:
+        tokens = 0.0
+    if tokens < 1:
+        raise ConfigError(f"{field} = {value!r} is no number of tokens; write 2e9 or 500M tokens")
+    return round(tokens)
+
+
+def to_steps(field: str, duration: int | str, total_steps: int, tokens_per_step: int) -> int:
+    """A duration as whole steps, rounded half up. Raises ConfigError where it cannot be read or exceeds the
+    run."""
+    if isinstance(duration, str) and duration.strip().endswith("%"):
+        try:
+            exact = float(duration.strip()[:-1]) / 100.0 * total_steps
+        except ValueError:
+            raise ConfigError(f"{field} = {duration!r} is no percentage; write 2%") from None
+    elif isinstance(duration, str):
+        if not duration.strip().endswith(("token", "tokens")):
+            raise ConfigError(
+                f"{field} = {duration!r}: write steps (200), a share (2%) or tokens (50M tokens)"
+            )
+        exact = parse_tokens(field, duration) / tokens_per_step
+    else:
+        exact = float(duration)
+    steps = math.floor(exact + 0.5)
+    if not 0 <= steps <= total_steps:
+        raise ConfigError(f"{field} = {duration!r} is {steps} steps of a run of {total_steps}")
+    return steps
+
+
+# Contradictions
+
+
+def contradictions(config: Config) -> list[str]:
+    """Pairs of fields that cannot both be meant, one line each."""
+    found = []
+    m = config.model
+    if (config.steps is None) == (config.tokens is None):
+        found.append(f"give either steps or tokens, got steps = {config.steps} and tokens = {config.tokens}")
+    elif config.tokens is not None:
+        parse_tokens("tokens", config.tokens)
+    for name in ("warmup", "decay"):
+        to_steps(f"optim.{name}", getattr(config.optim, name), 10**9, 1)
+    if config.precision == "fp16" and config.optim.name == "muon":
+        found.append(
+            "precision = fp16 with optim.name = muon: orthogonalised updates have no loss scale; use "
+            "precision autocast or bf16, or optim.name adamw"
+        )
+    if m.num_attention_heads % m.num_key_value_heads:
+        found.append(
+            f"model.num_attention_heads = {m.num_attention_heads} is no multiple of "
+            f"model.num_key_value_heads = {m.num_key_value_heads}"
+        )
+    if m.family != "whitematter":
+        only = [k for k in _WHITEMATTER_ONLY if getattr(m, k) is not None]
+        if only:
+            found.append(
+                f"model.{only[0]} = {getattr(m, only[0])} belongs to family whitematter, got {m.family}"
+            )
+        if config.recompute in ("group", "group+layer"):
+            found.append(
+                f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
+                "has not; use none or layer"
+            )
+    elif m.num_kv_channels is not None and m.num_kv_channels > m.num_hidden_layers:
+        found.append(
+            f"model.num_kv_channels = {m.num_kv_channels} exceeds model.num_hidden_layers = {m.num_hidden_layers}"
+        )
+    if m.family == "whitematter" and (m.router_stride or 1) > m.num_hidden_layers:
+        found.append(
+            f"model.router_stride = {m.router_stride} exceeds model.num_hidden_layers = {m.num_hidden_layers}"
+        )
+    c = config.checkpoint
+    if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
+        found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
+    if not all(0 <= b < 1 for b in config.optim.betas):
+        found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
+    return found
+
+
+_WHITEMATTER_ONLY = (
+    "num_kv_channels",
+    "router_stride",
+    "router_init",
+    "num_groups",
+    "no_grad_passes",
+    "grad_passes",
+    "prefill_passes",
+    "prefill_groups",
+)
+
+
+def check_against_data(config: Config, *, vocab_size: int, seq_len: int, sequences: int) -> None:
+    """Raise ConfigError where the run does not fit its packed data (sizes from the manifest)."""
+    rows = config.model.vocab_size
+    if rows is not None and rows < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {rows} is smaller than the data's tokenizer ({vocab_size} tokens); "
+            f"set it to {vocab_size} or more, or leave it out"
+        )
+    total = config.total_steps(seq_len)
+    tokens = seq_len * config.batch.global_batch
+    for name in ("warmup", "decay"):
+        to_steps(f"optim.{name}", getattr(config.optim, name), total, tokens)
+    if sequences < 1:
+        raise ConfigError("the training split has no sequences")
+
+
+def schedule_steps(config: Config, seq_len: int) -> dict[str, Any]:
+    """Arguments of optim.learning_rate for this run: peak, total, warmup, kind, floor, decay."""
+    total = config.total_steps(seq_len)
+    tokens = seq_len * config.batch.global_batch
+    o = config.optim
+    return {
+        "peak": o.lr,
+        "total": total,
+        "warmup": to_steps("optim.warmup", o.warmup, total, tokens),
+        "kind": o.schedule,
+        "floor": o.floor,
+        "decay": to_steps("optim.decay", o.decay, total, tokens) if o.schedule == "wsd" else 0,
+    }
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _near(values: list[int], target: int) -> list[int]:
+    return sorted(sorted(values, key=lambda v: abs(v - target))[:3])
+
+
+# DeepSpeed's JSON
+
+# Top-level keys that DeepSpeed 0.19.8 reads. It ignores any other in silence, so we refuse it.
+DEEPSPEED_KEYS = (
+    "zero_optimization",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "sparse_gradients",
+    "disable_allgather",
+    "memory_breakdown",
+    "wall_clock_breakdown",
+    "dump_state",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "comms_logger",
+    "flops_profiler",
+    "aio",
+    "compile",
+    "compression_training",
+    "data_types",
+    "disable_python_gc",
+    "graph_harvesting",
+    "use_data_before_expert_parallelism",
+    "log_level",
+    "activation_checkpointing",
+)
+
+# What the run decides, and where it says so.
+RUN_DECIDES = {
+    "train_batch_size": "batch.global_batch",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch",
+    "gradient_accumulation_steps": "batch (derived)",
+    "optimizer": "optim",
+    "scheduler": "optim.schedule",
+    "gradient_clipping": "optim.clip and optim.clip_rule",
+    "fp16": "precision",
+    "bf16": "precision",
+    "torch_autocast": "precision",
+    "amp": "precision",
+    "tensorboard": "log.tensorboard",
+    "wandb": "log.wandb",
+    "csv_monitor": "log",
+}
+
+
+def load_deepspeed(path: str | Path) -> dict[str, Any]:
+    """DeepSpeed's JSON, checked: known top-level keys only, nothing that the run decides. Raises ConfigError."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"deepspeed = {path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    for key in raw:
+        if key in RUN_DECIDES:
+            raise ConfigError(f"{path}: {key} is decided by the run: remove it and set {RUN_DECIDES[key]}")
+        if key not in DEEPSPEED_KEYS:
+            raise ConfigError(
+                f"{path}: unknown top-level key {key!r}{nearest(key, [*DEEPSPEED_KEYS, *RUN_DECIDES])}"
+            )
+    zero = raw.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
+    for part, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = zero.get(part, {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            raise ConfigError(f"{path}: zero_optimization.{part}.device = {device!r}: use cpu or none")
+        if device == "cpu" and stage < lowest:
+            raise ConfigError(f"{path}: {part} to cpu needs stage {lowest} or more, got stage {stage}")
+    return raw

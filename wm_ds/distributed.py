@@ -1,0 +1,267 @@
+"""The one place that chooses device, communication backend and DeepSpeed's build folder.
+
+Import this module before anything that imports `deepspeed`: DeepSpeed reads its environment at import.
+
+On a machine without CUDA, DeepSpeed compiles one small C++ helper (`deepspeed_shm_comm`, about a minute) when
+the first process group starts. We build it ourselves beforehand, in one fixed folder and under a file lock
+that the kernel releases when its owner dies, so that a killed build can neither be waited for forever
+(DeepSpeed's own `lock` file stays behind) nor be entered by two ranks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR",
+    str(
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        / "wm_ds"
+        / f"extensions-torch{torch.__version__}-py{sys.version_info.major}{sys.version_info.minor}"
+    ),
+)
+os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+
+class SetupError(RuntimeError):
+    """The machine or the launch cannot run this; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of the run."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def launch_size() -> tuple[int, int, int]:
+    """(rank, local rank, world size) from the environment of torchrun, srun's wrapper or a plain start (0, 0,
+    1).
+
+    Raises SetupError where the variables are incomplete, not numbers, or contradict each other.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    given = {n: os.environ[n] for n in names if n in os.environ}
+    if not given:
+        return 0, 0, 1
+    missing = [n for n in names if n not in given]
+    if missing:
+        raise SetupError(
+            f"{', '.join(given)} set but {', '.join(missing)} missing: start with torchrun, "
+            "slurm/pretrain.sbatch, or with none of them for a single rank"
+        )
+    try:
+        rank, local, size = (int(given[n]) for n in names)
+    except ValueError:
+        raise SetupError(f"RANK, LOCAL_RANK and WORLD_SIZE must be integers, got {given}") from None
+    if not 0 <= rank < size or not 0 <= local < size:
+        raise SetupError(f"RANK {rank} and LOCAL_RANK {local} must lie in 0..WORLD_SIZE-1 = {size - 1}")
+    return rank, local, size
+
+
+def pick_device(local_rank: int) -> tuple[torch.device, str]:
+    """(device, backend) for this process: its own GPU and NCCL, or the CPU and gloo.
+
+    Raises SetupError where there are fewer GPUs than local ranks.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SetupError(
+            f"LOCAL_RANK {local_rank} has no GPU: this process sees {count} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); "
+            "start one rank per visible GPU"
+        )
+    return torch.device("cuda", local_rank), "nccl"
+
+
+def init(timeout_minutes: float = 30.0) -> World:
+    """Join the run's process group (through DeepSpeed) and return this process's place in it.
+
+    `timeout_minutes` bounds the rendezvous and every later collective. Raises SetupError where the launch
+    environment is wrong, no C++ compiler is there for the CPU helper, or the master cannot be reached.
+    """
+    rank, local, size = launch_size()
+    device, backend = pick_device(local)
+    if size == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise SetupError(
+                f"{name} is not set for WORLD_SIZE {size}: start with torchrun or slurm/pretrain.sbatch"
+            )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        # Ranks of one machine that each take every core slow each other down by far more than the cores they
+        # win.
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    quiet_deepspeed()
+    if device.type == "cpu":
+        build_cpu_helper()
+    import deepspeed
+
+    try:
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            rank=rank,
+            world_size=size,
+        )
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        raise SetupError(
+            f"rank {rank} of {size} could not meet the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {timeout_minutes:g} minutes: {str(error).splitlines()[0]}"
+        ) from None
+    return World(rank, local, size, device, backend)
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed's own log at warnings and above."""
+    import logging
+
+    from deepspeed.utils import logger
+
+    logger.setLevel(getattr(logging, os.environ["DS_LOG_LEVEL"].upper(), logging.WARNING))
+
+
+def build_cpu_helper() -> None:
+    """Compile and load DeepSpeed's CPU communication helper, once per machine; later calls load it.
+
+    Raises SetupError where it has to be compiled and no C++ compiler is found.
+    """
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    built = any(folder.rglob("deepspeed_shm_comm.so"))
+    compiler = os.environ.get("CXX", "c++")
+    if not built and shutil.which(compiler) is None:
+        raise SetupError(
+            f"no C++ compiler: DeepSpeed on CPU compiles a small helper and {compiler!r} is not on PATH; "
+            "install one (Debian/Ubuntu: apt install g++) or set CXX"
+        )
+    # Ninja comes with the environment that runs this process, which need not be activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    with _exclusive(folder), _quiet_stdout():
+        for leftover in folder.rglob(
+            "lock"
+        ):  # nobody else builds in here now, so it belongs to a killed build
+            leftover.unlink(missing_ok=True)
+        if not built and sys.stderr.isatty():
+            print("compiling DeepSpeed's CPU helper (about a minute, once)", file=sys.stderr, flush=True)
+        ShareMemCommBuilder().load(verbose=False)
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".wm_ds_build", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # released by the kernel, also when the holder is killed
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    with contextlib.redirect_stdout(
+        sys.stderr if os.environ.get("DS_LOG_LEVEL") == "debug" else open(os.devnull, "w")
+    ):
+        yield
+
+
+def free_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def shutdown() -> None:
+    """Leave the process group, if any."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
+    """Elementwise sum over the ranks, in float64 (one collective)."""
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(packed)
+    return packed.tolist()
+
+
+def all_reduce_max(values: list[float], device: torch.device) -> list[float]:
+    """Elementwise maximum over the ranks, in float64 (one collective)."""
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX)
+    return packed.tolist()
+
+
+def same_everywhere(error: str | None) -> list[str]:
+    """Every rank's error text, `[]` where none has one: so that all ranks stop together for one rank's
+    problem."""
+    if not torch.distributed.is_initialized():
+        return [error] if error else []
+    found: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, error)
+    return [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on its GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Dense bf16 tensor peak of one device in FLOP/s, from the vendors' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "V100": 125e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s, None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
