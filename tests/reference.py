@@ -281,6 +281,43 @@ def passes(
     return Result(torch.stack([hidden(p, s, final) for final in finals]), keys, values)
 
 
+# ------------------------------------------------------------------------------ layers with KV of their own
+
+
+def own_entry(
+    p: dict, s: Settings, layer: int, x: Tensor, position: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values [h] that Qwen3's attention makes of the state entering `layer`."""
+    at = f"model.layers.{layer}."
+    normed = rms_norm(x, p[at + "input_layernorm.weight"], s.eps)
+    keys = split_heads(p[at + "self_attn.k_proj.weight"] @ normed, s.kv_heads)
+    keys = [rotate(rms_norm(k, p[at + "self_attn.k_norm.weight"], s.eps), position, s.theta) for k in keys]
+    return keys, split_heads(p[at + "self_attn.v_proj.weight"] @ normed, s.kv_heads)
+
+
+def plain_layer(p: dict, s: Settings, layer: int, x_T: list[Tensor], documents: list[int]) -> list[Tensor]:
+    """An ordinary causal layer over a row: every token sees itself and what came before in its document.
+
+    A filler token (id -1) sees itself alone.
+    """
+    positions = positions_in_document(documents)
+    entries = [own_entry(p, s, layer, x, position) for x, position in zip(x_T, positions, strict=True)]
+    out = []
+    for i, x in enumerate(x_T):
+        seen = [entries[j] for j in [*visible(documents, i), i]]
+        keys, values = [key for key, _ in seen], [value for _, value in seen]
+        out.append(attention_and_mlp(p, s, layer, x, positions[i], keys, values))
+    return out
+
+
+def vanilla(p: dict, s: Settings, tokens: list[int], documents: list[int]) -> Tensor:
+    """Qwen3 over one packed row: hidden states [T, D]. It checks the pieces above against transformers."""
+    x_T = [p["model.embed_tokens.weight"][token] for token in tokens]
+    for layer in range(s.layers):
+        x_T = plain_layer(p, s, layer, x_T, documents)
+    return torch.stack([hidden(p, s, x) for x in x_T])
+
+
 # ------------------------------------------------------------------------------------------- schedules
 
 
