@@ -12,26 +12,27 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from .config import Config
+from .config import Model
 
 
-def model_config(config: Config, *, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
+def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
     """The Hugging Face configuration of the run's model.
 
     `vocab_size` is the data's, used where the run does not set a larger one; `seq_len` becomes
     max_position_embeddings; `eos_id` is what the packer put between documents.
     """
-    fields: dict[str, Any] = config.model.fields()
+    fields: dict[str, Any] = model.fields()
     fields.setdefault("vocab_size", vocab_size)
     fields.update(
         max_position_embeddings=seq_len, bos_token_id=None, eos_token_id=eos_id, pad_token_id=eos_id
     )
-    if config.model.family == "vanilla":
+    if model.family == "vanilla":
         theta = fields.pop("rope_theta")
         rope = {"rope_type": "default", "rope_theta": theta}
         return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
     from .model import WhiteMatterConfig
 
+    fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))
     return WhiteMatterConfig(**fields)
 
 

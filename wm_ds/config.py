@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 
 class ConfigError(ValueError):
-    """The run's description is wrong; the message is one line that names the field, the value and the remedy."""
+    """The run's description is wrong; the message names the field, the value and the remedy."""
 
 
 class _Section(BaseModel):
@@ -63,6 +63,10 @@ class Model(_Section):
     """p: the routers read every p-th layer's state. Default 2."""
     router_init: str | None = None
     """Initial source of each channel; default auto (top for k=1, cyclic, shifted for k=L)."""
+    routing: Literal["dynamic", "static", "softmax", "fixed"] | None = None
+    """Where mixing weights come from: a router per token (default), or numbers that are learned or fixed."""
+    feedback: bool | None = None
+    """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
     num_groups: int | None = Field(None, gt=0)
     """g: token groups of a pass. Default 8."""
     no_grad_passes: int | None = Field(None, ge=0)
@@ -92,7 +96,7 @@ class Data(_Section):
     holdout: str | None = None
     """Directory whose held-out split is evaluated; default: that of the (first) training directory."""
     tokenizer: str | None = None
-    """Directory of the tokenizer that packed the data, copied into exports; default: the one the data names."""
+    """Directory of the data's tokenizer, copied into exports; default: the one that the data names."""
 
     def sources(self) -> list[Source]:
         """The training sources as a list."""
@@ -106,12 +110,12 @@ class Batch(_Section):
     """Sequences of one forward and backward on one rank."""
 
     def accumulation(self, ranks: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError with the valid choices where it is no integer."""
+        """Micro-batches per rank and step. Raises ConfigError with the choices where it is no integer."""
         per_step = ranks * self.micro_batch
         if self.global_batch % per_step == 0:
             return self.global_batch // per_step
         micro = [m for m in _divisors(self.global_batch) if (self.global_batch // m) % ranks == 0]
-        rank_choices = _near([r for r in _divisors(self.global_batch // self.micro_batch)], ranks)
+        rank_choices = _near(_divisors(self.global_batch // self.micro_batch), ranks)
         below = self.global_batch // per_step * per_step
         batches = [b for b in (below, below + per_step) if b > 0]
         hints = [f"global_batch {' or '.join(map(str, batches))}"]
@@ -275,7 +279,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     try:
-        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        raw = yaml.load(text, _Loader)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
@@ -311,7 +315,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{override!r} is not an override; write section.field=value")
     try:
-        parsed = yaml.load(value, _Loader) if value else None  # noqa: S506
+        parsed = yaml.load(value, _Loader) if value else None
     except yaml.YAMLError:
         raise ConfigError(f"{override!r}: the value is not valid YAML") from None
     *path, last = key.split(".")
@@ -433,7 +437,8 @@ def contradictions(config: Config) -> list[str]:
             )
     elif m.num_kv_channels is not None and m.num_kv_channels > m.num_hidden_layers:
         found.append(
-            f"model.num_kv_channels = {m.num_kv_channels} exceeds model.num_hidden_layers = {m.num_hidden_layers}"
+            f"model.num_kv_channels = {m.num_kv_channels} exceeds "
+            f"model.num_hidden_layers = {m.num_hidden_layers}"
         )
     if m.family == "whitematter" and (m.router_stride or 1) > m.num_hidden_layers:
         found.append(
@@ -451,6 +456,8 @@ _WHITEMATTER_ONLY = (
     "num_kv_channels",
     "router_stride",
     "router_init",
+    "routing",
+    "feedback",
     "num_groups",
     "no_grad_passes",
     "grad_passes",
@@ -546,7 +553,7 @@ RUN_DECIDES = {
 
 
 def load_deepspeed(path: str | Path) -> dict[str, Any]:
-    """DeepSpeed's JSON, checked: known top-level keys only, nothing that the run decides. Raises ConfigError."""
+    """DeepSpeed's JSON: known top-level keys only, nothing that the run decides. Raises ConfigError."""
     try:
         raw = json.loads(Path(path).read_text())
     except OSError as error:

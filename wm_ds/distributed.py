@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -212,6 +213,22 @@ def shutdown() -> None:
     """Leave the process group, if any."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's `value` (anything that pickles) on every rank."""
+    if not torch.distributed.is_initialized():
+        return value
+    cell = [value]
+    torch.distributed.broadcast_object_list(cell, src=0)
+    return cell[0]
+
+
+def make_deterministic() -> None:
+    """Deterministic kernels only, for the rest of the process; an operation that has none raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:

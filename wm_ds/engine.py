@@ -65,7 +65,7 @@ class StepResult:
     samples: list[int] = field(default_factory=list)
     """Global sample numbers of the batch, where the step was skipped or a spike."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of this rank: forward, backward, optimizer, communication (explicit waits; the rest overlaps backward)."""
+    """Of this rank: forward, backward, optimizer, communication (explicit waits only)."""
 
 
 class Engine:
@@ -193,7 +193,7 @@ class Engine:
         return total, norm
 
     def reduced_gradients(self) -> list[Tensor]:
-        """This rank's parts of the reduced gradient, between backward and step: whole gradients at stage 0."""
+        """This rank's parts of the reduced gradient, after backward; at stage 0 all of it."""
         wrapper = self.ds.optimizer
         if self.stage == 0:
             return [p.grad for p in self.ds.module.parameters() if p.grad is not None]
@@ -202,7 +202,7 @@ class Engine:
         return [g for part in wrapper.averaged_gradients.values() if part is not None for g in part]
 
     def _judge(self, loss: float, grad_norm: float, tokens: int) -> tuple[str | None, float | None]:
-        """(reason to skip the step, size of a spike). Its arguments are equal on all ranks, so is its answer."""
+        """(reason to skip the step, size of a spike); from numbers that all ranks share."""
         if not math.isfinite(loss):
             return f"loss is {loss}", None
         if not math.isfinite(grad_norm):
@@ -236,8 +236,8 @@ class Engine:
         if self.skipped_in_a_row >= self.guard.max_skipped:
             raise TrainingFailed(
                 f"step {result.step}: {result.skipped}; {self.skipped_in_a_row} steps in a row were skipped "
-                f"(guard.max_skipped = {self.guard.max_skipped}). The last checkpoint is intact; the last batch "
-                f"had samples {result.samples}"
+                f"(guard.max_skipped = {self.guard.max_skipped}). The last checkpoint is intact; the last "
+                f"batch had samples {result.samples}"
             )
 
     def _samples(self, micro_batches: list[dict[str, Tensor]]) -> list[int]:
@@ -257,6 +257,8 @@ class Engine:
         Every rank gives the same number of micro-batches (rows without labels where it has fewer).
         """
         self.ds.eval()
+        if self.passes and "schedule" not in model_arguments:
+            model_arguments["schedule"] = self.passes_schedule(1)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         tokens = 0
         for micro_batch in micro_batches:
@@ -266,6 +268,22 @@ class Engine:
         self.ds.train()
         loss, count = distributed.all_reduce_sum([float(total), float(tokens)], self.world.device)
         return loss / max(count, 1), int(count)
+
+    @property
+    def passes(self) -> int:
+        """Passes of a training step; 0 for a model that has none."""
+        config = self.lm.config
+        return config.no_grad_passes + config.grad_passes if config.model_type == "whitematter" else 0
+
+    def passes_schedule(self, factor: int) -> Any:
+        """The training schedule with `factor` times its passes, for evaluation."""
+        from .model import Schedule
+
+        return Schedule.cyclic(self.lm.config.num_groups, factor * self.passes)
+
+    def details(self) -> dict[str, Any]:
+        """Rarer measurements of the step just taken."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, for the checkpoint's client state. Weights and optimizer state are not in it."""

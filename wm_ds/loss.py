@@ -138,7 +138,7 @@ class TokenLoss(nn.Module):
 
 
 def document_positions(document_ids_BT: Tensor) -> Tensor:
-    """Position of every token inside its document, int64 [B, T]: rotary positions restart with each document."""
+    """Position of every token inside its document, int64 [B, T]."""
     column_BT = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device).expand_as(
         document_ids_BT
     )

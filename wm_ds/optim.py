@@ -134,7 +134,7 @@ def muon_scale(rows: int, cols: int, update_scale: str) -> float:
 
 
 def format_table(rows: list[Row]) -> str:
-    """The table as aligned text, layers folded: rows that differ only in the layer's number become one line."""
+    """The table as text; rows that differ only in the layer's number become one line."""
     folded: dict[tuple, list[str]] = {}
     for row in rows:
         pattern = re.sub(r"\.layers\.\d+\.", ".layers.*.", row.name)

@@ -45,7 +45,7 @@ class Fragment:
     """Index into the optimizer's `param_groups`."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The 1-D view of `tensor` (the master, its gradient, or a state tensor like it) that is this range."""
+        """The 1-D view of this range in `tensor`: the master, its gradient or a state tensor like it."""
         return tensor.view(-1).narrow(0, self.offset, self.stop - self.start)
 
 
@@ -68,7 +68,7 @@ class Master:
     group: int
     """Index into the optimizer's `param_groups`."""
     names: tuple[str, ...]
-    """The parameters of which some rank holds a piece in its tensor of this position; the same on every rank."""
+    """The parameters of which some rank holds a piece in this master; the same on every rank."""
 
 
 def masters(engine: Any) -> list[Master]:

@@ -1,0 +1,230 @@
+"""What a person sees of a run: progress on the terminal, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Rank 0 writes, from numbers that the step has already brought together; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from .config import Config, ConfigError
+from .engine import StepResult
+
+WINDOW = 20  # steps over which speed and ETA are averaged
+
+
+class Metrics:
+    """Sinks of one attempt of a run. On other ranks than 0 every method does nothing.
+
+    Raises ConfigError where a configured sink is not installed (call `check_sinks` first, on all ranks).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        attempt: int,
+        active: bool,
+        flops: dict[str, float] | None = None,
+    ) -> None:
+        self.active, self.total, self.attempt, self.every = active, total_steps, attempt, config.log.every
+        self.flops = flops or {}
+        self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
+        self._tensorboard = self._wandb = self._live = None
+        if not active:
+            return
+        folder = Path(config.run.dir)
+        # Append, line by line: an earlier attempt's rows stay, and a kill costs at most a half line, which
+        # readers drop.
+        self._file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        if self._file.tell() and not _ends_with_newline(folder / "metrics.jsonl"):
+            self._file.write("\n")
+        if config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        if config.log.wandb:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.log.wandb, name=folder.name, id=folder.name, resume="allow", dir=str(folder)
+            )
+        if sys.stdout.isatty():
+            self._live = _Live(total_steps)
+
+    def start(self) -> None:
+        """Speed is measured from here."""
+        self._times.append((time.perf_counter(), 0))
+
+    def step(self, result: StepResult, *, total_tokens: int, data_s: float, extra: dict[str, Any]) -> None:
+        """One row for a step. `extra`: rarer measurements, merged into the row."""
+        if not self.active:
+            return
+        now = time.perf_counter()
+        step_s = now - self._times[-1][0]
+        self._times.append((now, result.tokens))
+        span = now - self._times[0][0]
+        tokens_per_s = sum(t for _, t in list(self._times)[1:]) / span
+        eta_s = (self.total - result.step) * span / (len(self._times) - 1)
+        row: dict[str, Any] = {
+            "attempt": self.attempt,
+            "step": result.step,
+            "loss": _number(result.loss),
+            "grad_norm": _number(result.grad_norm),
+            "lr": result.lr,
+            "tokens": total_tokens,
+            "tokens_per_s": round(tokens_per_s, 1),
+            "step_s": round(step_s, 4),
+            "time": {"data": round(data_s, 4), **{k: round(v, 4) for k, v in result.seconds.items()}},
+        }
+        for name, per_token in self.flops.items():
+            row[name] = round(tokens_per_s * per_token, 4)
+        for name in ("skipped", "spike"):
+            if getattr(result, name) is not None:
+                row[name], row["samples"] = getattr(result, name), result.samples
+        row.update(extra)
+        self._write(row)
+        self._scalars(row, result.step)
+        text = (
+            f"step {result.step:>{len(str(self.total))}}/{self.total}  loss {result.loss:.4f}  "
+            f"grad {result.grad_norm:.3f}  lr {result.lr:.2e}  {tokens_per_s:,.0f} tokens/s  "
+            f"ETA {duration(eta_s)}"
+        )
+        if result.skipped:
+            self.say(f"step {result.step}: skipped, {result.skipped}; samples {result.samples}")
+        elif result.spike:
+            self.say(
+                f"step {result.step}: loss {result.loss:.4f} is {result.spike:.1f} sigma above its mean; "
+                f"samples {result.samples}"
+            )
+        if self._live is not None:
+            self._live.update(result.step, text)
+        elif result.step % self.every == 0 or result.step in (1, self.total):
+            print(text, flush=True)
+
+    def evaluation(self, step: int, losses: dict[str, float], tokens: int, seconds: float) -> None:
+        """One row for an evaluation: `holdout_loss` and what else was measured beside it."""
+        if not self.active:
+            return
+        row = {"attempt": self.attempt, "step": step, **{k: _number(v) for k, v in losses.items()}}
+        row.update(holdout_tokens=tokens, holdout_s=round(seconds, 3))
+        self._write(row)
+        self._scalars({k: v for k, v in row.items() if k in losses}, step)
+        text = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in losses.items())
+        self.say(f"step {step}: {text} ({tokens:,} tokens, {seconds:.1f} s)")
+        # An evaluation's time is not a step's.
+        if self._times:
+            self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
+
+    def pause(self) -> None:
+        """Leave what happened since the last step out of the speed (a checkpoint, say)."""
+        self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        if not self.active:
+            return
+        if self._live is not None:
+            self._live.print(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        if not self.active:
+            return
+        if self._live is not None:
+            self._live.close()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def _scalars(self, row: dict[str, Any], step: int) -> None:
+        flat = {k: v for k, v in _flatten(row) if k not in ("attempt", "step", "samples")}
+        if self._tensorboard is not None:
+            for name, value in flat.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(flat, step=step)
+
+
+def check_sinks(config: Config) -> None:
+    """Raise ConfigError where a configured sink is not installed. Before anything is built, on every rank."""
+    if config.log.wandb:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                f"log.wandb = {config.log.wandb!r} but the package wandb is not installed: "
+                "pip install wandb, or leave log.wandb out"
+            ) from None
+
+
+class _Live:
+    """rich's progress bar with a line of numbers, for terminals."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"))
+        self._task = self._progress.add_task("starting", total=total)
+        self._progress.start()
+
+    def update(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, description=text)
+
+    def print(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._progress.stop()
+
+
+def duration(seconds: float) -> str:
+    """`3d 04h`, `2h 07m`, `5m 12s`, `9s`."""
+    if not math.isfinite(seconds):
+        return "?"
+    s = max(0, round(seconds))
+    if s >= 86400:
+        return f"{s // 86400}d {s % 86400 // 3600:02d}h"
+    if s >= 3600:
+        return f"{s // 3600}h {s % 3600 // 60:02d}m"
+    return f"{s // 60}m {s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as text."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _flatten(row: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for key, value in row.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found += _flatten(value, f"{name}/")
+        elif isinstance(value, list):
+            found += [(f"{name}/{i}", v) for i, v in enumerate(value) if isinstance(v, int | float)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((name, value))
+    return found
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as handle:
+        handle.seek(-1, 2)
+        return handle.read(1) == b"\n"

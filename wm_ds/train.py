@@ -1,0 +1,228 @@
+"""Train: `python -m wm_ds.train configs/X.yaml [section.field=value …] [--dry-run]`.
+
+Started by torchrun, by slurm/pretrain.sbatch, or alone. A run directory with a published checkpoint resumes.
+Exit codes: 0 finished or stopped gracefully, 1 failed, 2 the configuration or the launch was refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import config as configuration
+from . import (
+    distributed,  # first: it prepares the environment that DeepSpeed reads at import
+    rundir,
+)
+from .agreement import Agreement
+from .attempt import Attempt, SupersededError, join
+from .build import build_model, model_config
+from .checkpoint import CheckpointError, Checkpoints
+from .config import Config, ConfigError
+from .data import GlobalBatches, PackedSequences, evaluation_batches
+from .distributed import SetupError, World
+from .engine import Engine, TrainingFailed, build, deepspeed_config, table_for
+from .metrics import Metrics, check_sinks
+from .optim import format_table
+from .shards import ShardError
+from .stopping import Stopping, clear_markers, write_marker
+from .watchdog import Watchdog
+
+REFUSED = (ConfigError, SetupError, ShardError)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line, train, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m wm_ds.train", description="Train a language model.")
+    parser.add_argument("config", help="the run's YAML")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print the run, train nothing"
+    )
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        config = configuration.load(options.config, options.overrides)
+        json = configuration.load_deepspeed(config.deepspeed)
+        check_sinks(config)
+        if options.dry_run:
+            from .dry_run import dry_run
+
+            print(dry_run(config, json))
+            return 0
+        # What the file and the launch contradict is refused before ranks meet and anything is built.
+        config.batch.accumulation(distributed.launch_size()[2])
+        open_data(config)
+        world = distributed.init(config.run.timeout_minutes)
+    except REFUSED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        train(config, json, world, started)
+    except REFUSED as error:
+        if world.is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (CheckpointError, TrainingFailed, SupersededError) as error:
+        if world.is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    distributed.shutdown()
+    return 0
+
+
+def train(config: Config, json: dict[str, Any], world: World, started: float) -> None:
+    """The run, from its last checkpoint or the beginning, to its end or to a reason to stop."""
+    if config.run.deterministic:
+        distributed.make_deterministic()
+    batches, holdout = open_data(config)
+    attempt = on_main(world, lambda: claim(config, json, world, batches))
+    watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
+    limit = config.run.time_limit_minutes
+    stopping = Stopping(
+        config.run.dir, Agreement(), time_limit_s=None if limit is None else limit * 60, started=started
+    )
+    stopping.install()
+
+    total = config.total_steps(batches.seq_len)
+    hf_config = model_config(
+        config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
+    )
+    lm = build_model(hf_config, seed=config.run.seed, recompute=config.recompute)
+    if world.is_main:
+        print(format_table(table_for(config, lm)), flush=True)
+    engine = build(config, json, lm, world, batches.seq_len)
+    metrics = Metrics(config, total_steps=total, attempt=attempt.number, active=world.is_main)
+    checkpoints = Checkpoints(
+        engine.ds,
+        config.run.dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every or 0,
+        attempt=attempt,
+        say=metrics.say,
+    )
+    found = checkpoints.choose()
+    if found is not None:
+        engine.load_state_dict(checkpoints.load(found)["engine"])
+    if world.is_main:
+        clear_markers(config.run.dir)
+
+    reason = None
+    with batches.iterate(engine.steps, world.rank, world.size, config.batch.micro_batch) as stream:
+        metrics.start()
+        while engine.steps < total and reason is None:
+            watchdog.beat(engine.steps + 1)
+            waited = stream.waited_s
+            result = engine.step(next(stream))
+            metrics.step(
+                result, total_tokens=engine.tokens, data_s=stream.waited_s - waited, extra=engine.details()
+            )
+            if due(config.evaluate.every, engine.steps, total):
+                evaluate(config, engine, holdout, metrics)
+            reason = stopping.check(save_failed=checkpoints.failed)
+            if due(config.checkpoint.every, engine.steps, total) or reason is not None:
+                last = engine.steps == total or reason is not None
+                checkpoints.save(engine.steps, {"engine": engine.state_dict()}, wait=last)
+                metrics.pause()
+    finish(config, engine, total, reason, attempt, metrics, world)
+    watchdog.stop()
+
+
+def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
+    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
+    batches = GlobalBatches(
+        [s.model_dump() for s in config.data.sources()],
+        global_batch=config.batch.global_batch,
+        seed=config.run.seed,
+    )
+    configuration.check_against_data(
+        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
+    )
+    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
+    if holdout.seq_len != batches.seq_len:
+        raise ConfigError(
+            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
+        )
+    return batches, holdout
+
+
+def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
+    """Rank 0's answer on every rank; its refusal stops all of them."""
+    answer: Any = None
+    problem: Exception | None = None
+    if world.is_main:
+        try:
+            answer = act()
+        except (ConfigError, SupersededError) as error:
+            problem = error
+    answer, problem = distributed.broadcast((answer, problem))
+    if problem is not None:
+        raise problem
+    return answer
+
+
+def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
+    """Take the run directory for this launch, after checking that it is this run's."""
+    accumulation = config.batch.accumulation(world.size)
+    notes = rundir.prepare(config, deepspeed_config(config, json, accumulation, 0), world)
+    attempt = join(config.run.dir, solo=world.size == 1)
+    positions = config.batch.global_batch * batches.seq_len
+    print(
+        f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
+        f"{config.total_steps(batches.seq_len)} steps of {config.batch.global_batch} x {batches.seq_len} = "
+        f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per rank)",
+        flush=True,
+    )
+    for note in notes:
+        print(f"changed since the last start: {note}", flush=True)
+    return attempt
+
+
+def due(every: int | None, step: int, total: int) -> bool:
+    """Whether something done every `every` steps, and at the end, is due after `step`."""
+    return step == total or (every is not None and step % every == 0)
+
+
+def evaluate(config: Config, engine: Engine, holdout: PackedSequences, metrics: Metrics) -> None:
+    """Held-out loss with the trained number of passes, and with twice as many."""
+    start = time.perf_counter()
+    world, micro = engine.world, config.batch.micro_batch
+    rows = list(evaluation_batches(holdout, world.rank, world.size, micro, config.evaluate.sequences))
+    loss, tokens = engine.evaluate(rows)
+    losses = {"holdout_loss": loss}
+    if config.evaluate.double_passes and engine.passes:
+        losses["holdout_loss_double_passes"], _ = engine.evaluate(rows, schedule=engine.passes_schedule(2))
+    metrics.evaluation(engine.steps, losses, tokens, time.perf_counter() - start)
+
+
+def finish(
+    config: Config,
+    engine: Engine,
+    total: int,
+    reason: str | None,
+    attempt: Attempt,
+    metrics: Metrics,
+    world: World,
+) -> None:
+    """Publish how the run ended; the checkpoint is written by now."""
+    done = engine.steps >= total
+    metrics.say(
+        f"done: {engine.steps} steps, {engine.tokens:,} tokens"
+        if done
+        else f"stopped after step {engine.steps} of {total} ({reason}); start again to resume"
+    )
+    if engine.skipped:
+        metrics.say(f"{engine.skipped} steps were skipped, see metrics.jsonl")
+    metrics.close()
+    distributed.barrier()
+    if world.is_main:
+        what = {"step": engine.steps} if done else {"step": engine.steps, "reason": reason}
+        write_marker(config.run.dir, "done" if done else "stopped", what)
+        attempt.record_end(result="done" if done else "stopped", **what, clean=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
