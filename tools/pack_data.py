@@ -19,9 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wm_ds import pack, shards
-from wm_ds.documents import InputError, find_inputs
 from wm_ds.encode import TokenizerError, open_tokenizer
-from wm_ds.packing_progress import Progress
+from wm_ds.inputs import InputError, find_inputs
+from wm_ds.pack_merge import merge
+from wm_ds.pack_plan import PackError, Settings, make_plan
+from wm_ds.pack_progress import Progress
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -29,9 +31,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", action="extend", required=True, metavar="PATH",
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="PATH",
         help="files, folders, quoted globs (.jsonl .jsonl.gz .jsonl.zst .parquet .txt .txt.gz .txt.zst), "
-        "or hf:NAME[@REVISION] for a Hugging Face dataset, streamed")  # fmt: skip
+        "or hf:NAME[@REVISION] for a Hugging Face dataset, streamed",
+    )
     add(
         "--tokenizer",
         required=True,
@@ -39,28 +47,62 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--output", required=True, type=Path, metavar="DIR")
     add("--seq-len", type=int, default=2048, help="positions of a training sequence (default 2048)")
-    add("--align", type=int, default=8,
-        help="start every document at a multiple of this many positions; masked filler goes before it. The "
-        "model's group count makes a document independent of its place; 1 packs without filler (default 8)")  # fmt: skip
+    add(
+        "--align",
+        type=int,
+        default=8,
+        help="start every document at a multiple of this many positions, with masked filler before it: with "
+        "the model's group count, a document's place does not matter; 1 packs without filler (default 8)",
+    )
     add("--holdout", type=int, default=0, metavar="N", help="sequences of the held-out split (default 0)")
-    add("--tail", choices=("pad", "drop"), default="pad",
-        help="the corpus's last, incomplete sequence: fill it with masked filler, or drop it (default pad)")  # fmt: skip
+    add(
+        "--tail",
+        choices=("pad", "drop"),
+        default="pad",
+        help="the corpus's last, incomplete sequence: fill it with masked filler, or drop it (default pad)",
+    )
     add("--shuffle-seed", type=int, default=0, help="names the order whose end is held out (default 0)")
     add("--eos", metavar="TOKEN", help="token that ends every document (default: the tokenizer's EOS)")
+    add(
+        "--literal-tokens",
+        choices=("special", "all"),
+        default="special",
+        help="added tokens whose characters stay characters inside a document: those marked special, or all "
+        "(for Qwen: also <think>, <|fim_prefix|>, ...) (default special)",
+    )
+    add(
+        "--encoder",
+        choices=("tokenizers", "quicktok"),
+        default="tokenizers",
+        help="quicktok: many times faster for byte-level BPE; checked against tokenizers on a sample of the "
+        "inputs first, and refused on any difference (needs the package quicktok-v1)",
+    )
     add("--text-field", default="text", help="field or column that holds a document (default text)")
-    add("--txt-split", choices=("file", "blank-lines"), default="file",
-        help="a .txt file is one document, or documents separated by blank lines (default file)")  # fmt: skip
+    add(
+        "--txt-split",
+        choices=("file", "blank-lines"),
+        default="file",
+        help="a .txt file is one document, or documents separated by blank lines (default file)",
+    )
     add("--dataset-split", default="train", help="split of a hf: dataset (default train)")
     add("--dataset-config", help="configuration of a hf: dataset")
-    add("--on-bad-record", choices=("fail", "skip"), default="fail",
-        help="invalid JSON or UTF-8, lone surrogates, a missing, null or non-string text, damaged or truncated "
-        "compressed files: stop at the first, or leave out and count (default fail)")  # fmt: skip
+    add(
+        "--on-bad-record",
+        choices=("fail", "skip"),
+        default="fail",
+        help="invalid JSON or UTF-8, lone surrogates, a missing, null or non-string text, damaged or "
+        "truncated compressed files: stop at the first, or leave out and count (default fail)",
+    )
     add("--allow-truncated", action="store_true", help="take what a truncated compressed file still holds")
     add("--workers", type=int, default=pack.default_workers(), help="processes (default: usable cores)")
-    add("--shard-bytes", type=int, metavar="N",
-        help="input bytes a shard is made of (default: 1/64 of the corpus, between 1 MiB and 256 MiB)")  # fmt: skip
+    add(
+        "--shard-bytes",
+        type=int,
+        metavar="N",
+        help="input bytes a shard is made of (default: 1/64 of the corpus, from 1 MiB to 256 MiB)",
+    )
     add("--task", type=int, default=0, help="pack slice i of --tasks n (a SLURM array); finish with merge")
-    add("--tasks", type=int, default=None)
+    add("--tasks", type=int, help="number of slices")
     add("--json", action="store_true", help="print the summary as one JSON object on stdout")
     args = parser.parse_args(argv)
     if args.workers < 1:
@@ -82,9 +124,12 @@ def merge_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
-    inputs = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
-    tokenizer = open_tokenizer(args.tokenizer, args.eos)
-    settings = pack.Settings(
+    files = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
+    for name in args.input:
+        if args.output.resolve().is_relative_to(Path(name).resolve()):
+            raise PackError(f"--output {args.output} lies inside --input {name}; choose another folder")
+    tokenizer = open_tokenizer(args.tokenizer, args.eos, args.literal_tokens)
+    settings = Settings(
         seq_len=args.seq_len,
         align=args.align,
         tail=args.tail,
@@ -93,11 +138,13 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         text_field=args.text_field,
         txt_split=args.txt_split,
         shard_bytes=args.shard_bytes,
+        literal_tokens=args.literal_tokens,
+        encoder=args.encoder,
     )
-    plan = pack.make_plan(inputs, tokenizer, settings)
+    plan = make_plan(files, tokenizer, settings)
     tasks = args.tasks or 1
-    units = len(pack.task_units(plan, args.task, tasks))
-    with Progress("packing", plan.bytes_of(pack.task_units(plan, args.task, tasks)), units) as progress:
+    units = pack.task_units(plan, args.task, tasks)
+    with Progress("packing", plan.bytes_of(units), len(units)) as progress:
         pack.pack(
             plan,
             args.output,
@@ -109,12 +156,12 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         )
     if args.tasks is not None:
         print(
-            f"task {args.task} of {tasks}: {units} shards are published in {args.output}; when all tasks are "
-            f"done, run: tools/pack_data.py merge {args.output}",
+            f"task {args.task} of {tasks}: {len(units)} shards are published in {args.output}; "
+            f"when all tasks are done, run: tools/pack_data.py merge {args.output}",
             file=sys.stderr,
         )
         return None
-    return pack.merge(args.output, verify=False)
+    return merge(args.output, verify=False)
 
 
 def run_merge(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +173,7 @@ def run_merge(args: argparse.Namespace) -> dict[str, Any]:
             done += size
             progress.update(done, 0, 0)
 
-        return pack.merge(args.output, verify=True, report=report)
+        return merge(args.output, verify=True, report=report)
 
 
 def summary(manifest: dict[str, Any], output: Path) -> str:
@@ -154,7 +201,7 @@ def main(argv: list[str]) -> int:
         else:
             args = arguments(argv)
             manifest = run_pack(args)
-    except (pack.PackError, InputError, TokenizerError, shards.ShardError, OSError) as error:
+    except (PackError, InputError, TokenizerError, shards.ShardError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wm_ds import train_tokenizer
-from wm_ds.documents import BLANK, Input, InputError, PieceReader, Reading, cut, find_inputs
+from wm_ds.documents import BLANK, PieceReader, Reading
+from wm_ds.inputs import Input, InputError, cut, find_inputs
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -45,7 +46,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def read_texts(inputs: list[Input], reading: Reading, limit: int) -> Iterator[str]:
     """Texts of the inputs in order until `limit` bytes; raises InputError at a bad record."""
     size = 0
-    for unit in cut(inputs, 1 << 28, reading):
+    for unit in cut(inputs, 1 << 28, reading.txt_split):
         for piece in unit:
             item = inputs[piece.input]
             for record in PieceReader(item, piece, reading, lambda _: None):

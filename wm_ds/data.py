@@ -285,10 +285,13 @@ class GlobalBatches:
         return [self._rows(source[part], row[part]) for part in mine]
 
     def _rows(self, source: np.ndarray, row: np.ndarray) -> Batch:
-        cut = []
-        for number, index in zip(source.tolist(), row.tolist(), strict=True):
-            sequences = self.sources[number]
-            cut.append(sequences.sequence(int(sequences.sequence_numbers(np.array([index]))[0])))
+        numbers = np.empty_like(row)
+        for index in np.unique(source):
+            numbers[source == index] = self.sources[index].sequence_numbers(row[source == index])
+        cut = [
+            self.sources[index].sequence(number)
+            for index, number in zip(source.tolist(), numbers.tolist(), strict=True)
+        ]
         return _stack(cut, self._bases[source] + row, self.across_documents)
 
     def iterate(
@@ -411,8 +414,9 @@ def _check_compatible(sources: Sequence[PackedSequences]) -> None:
             )
         if source.manifest["tokenizer"]["sha256"] != first.manifest["tokenizer"]["sha256"]:
             raise shards.ShardError(
-                f"{source.path} was packed with tokenizer {source.manifest['tokenizer']['name']!r}, {first.path} "
-                f"with {first.manifest['tokenizer']['name']!r} (their sha256 differ); ids would mean different text"
+                f"{source.path} was packed with tokenizer {source.manifest['tokenizer']['name']!r}, "
+                f"{first.path} with {first.manifest['tokenizer']['name']!r} (their sha256 differ): "
+                f"the same id would mean different text"
             )
 
 
@@ -425,6 +429,7 @@ def _apportion(weights: Sequence[float]) -> np.ndarray:
     if quota.min() < 1:
         smallest = min(weights)
         raise ValueError(
-            f"weight {smallest} is less than 1/{_MIX_BLOCK} of the total {sum(weights)}: it would never be drawn"
+            f"weight {smallest} is less than 1/{_MIX_BLOCK} of the total {sum(weights)}: its source would "
+            f"never be drawn"
         )
     return quota

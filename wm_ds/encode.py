@@ -1,13 +1,14 @@
 """Text to token ids, with one rule for every tokenizer: a document's text stays text.
 
-No template, no BOS, no EOS from the tokenizer (the packer adds its EOS), and the characters of a special token
-inside a document are characters. `open_tokenizer` reads a tokenizer once; the `TokenizerSpec` it returns is
-plain data that goes to worker processes, where `make_encoder` turns it into an encoder.
+No template, no BOS, no EOS from the tokenizer (the packer adds its EOS), and the characters of a special
+token inside a document are characters. `open_tokenizer` reads a tokenizer once; the `TokenizerSpec` it
+returns is plain data that goes to worker processes, where `make_encoder` turns it into an encoder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from . import shards
 
 
 class TokenizerError(ValueError):
@@ -43,15 +46,20 @@ class TokenizerSpec:
 
 class Encoder(Protocol):
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """ids (unsigned, concatenated) and offsets int64 [len(texts)+1]; text i is ids[offsets[i]:offsets[i+1]]."""
+        """Concatenated ids (uint32), offsets int64 [len(texts)+1]: text i is ids[offsets[i]:offsets[i+1]]."""
         ...
 
 
-def open_tokenizer(name: str, eos: str | None = None) -> TokenizerSpec:
+def open_tokenizer(name: str, eos: str | None = None, literal_tokens: str = "special") -> TokenizerSpec:
     """Load a tokenizer by Hugging Face name, folder, tokenizer.json or sentencepiece .model.
 
-    eos: the token that ends a document, default the tokenizer's own. Raises TokenizerError when the tokenizer
-    cannot be loaded, or when there is no such token in its vocabulary.
+    eos: the token that ends a document, default the tokenizer's own.
+    literal_tokens: which added tokens' characters stay characters inside a document. "special": those that
+        the tokenizer marks as special. "all": every added token, also the markers that some tokenizers add
+        without that mark (Qwen's <think>, <|fim_prefix|>); wrong for tokenizers that add ordinary vocabulary
+        that way (GPT-NeoX's runs of spaces).
+
+    Raises TokenizerError when the tokenizer cannot be loaded, or when there is no such EOS in its vocabulary.
     """
     if name.endswith(".model") and os.path.isfile(name):
         return _open_sentencepiece(name, eos)
@@ -71,8 +79,14 @@ def open_tokenizer(name: str, eos: str | None = None) -> TokenizerSpec:
         return TokenizerSpec(name, "python", b"", name, vocab_size, vocabulary[eos], eos, digest.hexdigest())
     backend.no_truncation()
     backend.no_padding()
-    payload = backend.to_str().encode()
-    digest = hashlib.sha256(payload).hexdigest()
+    payload = backend.to_str()
+    if literal_tokens == "all":
+        definition = json.loads(payload)
+        for token in definition["added_tokens"]:
+            token["special"] = True
+        payload = json.dumps(definition, ensure_ascii=False)
+    payload = payload.encode()
+    digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
     return TokenizerSpec(name, "tokenizers", payload, None, vocab_size, vocabulary[eos], eos, digest)
 
 
@@ -89,8 +103,8 @@ def _load_transformers(name: str) -> Any:
     except Exception as error:  # transformers raises many kinds; for the user it is one
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(
-            f"cannot load the tokenizer {name!r}: {reason}. Give a folder with tokenizer.json, a sentencepiece "
-            f".model file or a Hugging Face name"
+            f"cannot load the tokenizer {name!r}: {reason}. Give a folder with tokenizer.json, a "
+            f"sentencepiece .model file or a Hugging Face name"
         ) from error
 
 
@@ -120,7 +134,7 @@ def make_encoder(spec: TokenizerSpec) -> Encoder:
         return _SentencePieceEncoder(spec)
     if spec.kind == "python":
         return _PythonEncoder(spec)
-    return _TokenizersEncoder(spec)
+    return TokenizersEncoder(spec)
 
 
 def flatten(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -133,7 +147,7 @@ def flatten(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return flat, offsets
 
 
-class _TokenizersEncoder:
+class TokenizersEncoder:
     def __init__(self, spec: TokenizerSpec) -> None:
         from tokenizers import Tokenizer
 
@@ -177,7 +191,7 @@ def copy_tokenizer(spec: TokenizerSpec, folder: Path) -> None:
     """Put the tokenizer beside the data, so that packed tokens can always be read as text again."""
     if folder.exists():
         return
-    part = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    part = shards.temporary(folder)
     if spec.kind == "sentencepiece":
         part.mkdir(parents=True)
         (part / "tokenizer.model").write_bytes(spec.payload)

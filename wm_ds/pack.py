@@ -1,63 +1,37 @@
-"""Packing a corpus: plan -> one shard per unit, in any number of processes -> one manifest.
+"""Packing: every unit of the plan becomes a published shard, in any number of processes.
 
-The plan is a function of inputs and settings: units of about equal size, numbered. A unit becomes the shard of
-its number, whoever packs it; a published shard is never touched again. So the result does not depend on
-workers, on tasks, or on how often the work was interrupted, and to resume means to do what is not there.
+A published shard is never touched again, and a unit's shard does not depend on other units. So the result
+does not depend on workers, on tasks, or on how often the work was interrupted, and to resume means to do what
+is not there yet.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import multiprocessing
 import os
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from . import documents, shards
-from .documents import Input, Piece, PieceReader, Reading
-from .encode import Encoder, TokenizerSpec, copy_tokenizer, make_encoder
+from .documents import PieceReader, Reading
+from .encode import Encoder, make_encoder
+from .fast_encode import QuicktokEncoder, build, check
+from .inputs import Input, Piece
+from .pack_plan import PackError, Plan, check_sources, filler_id, prepare
 
-PLAN = "plan.json"
-TOKENIZER = "tokenizer"  # a copy, so that the data can be decoded without its source
 _BATCH_BYTES = 1 << 20  # text handed to the encoder at once: large enough to hide Python, small in memory
-_EXAMPLES = 5  # bad records whose place is kept, per shard and in the manifest
-_SMALLEST_UNIT, _LARGEST_UNIT, _UNITS = 1 << 20, 256 << 20, 64
-
-
-class PackError(RuntimeError):
-    """Packing cannot go on; the message says what, where and what to do."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What, besides the inputs and the tokenizer, decides the packed bytes and how they are cut.
-
-    seq_len: positions of a training sequence. align: every document starts at a multiple of it.
-    tail: "pad" fills the last sequence with masked filler, "drop" leaves an incomplete one out.
-    holdout: sequences of the split `holdout`. shuffle_seed: names the order whose end is held out.
-    shard_bytes: input bytes a shard is made of; None: by the size of the corpus.
-    """
-
-    seq_len: int
-    align: int = 8
-    tail: str = "pad"
-    holdout: int = 0
-    shuffle_seed: int = 0
-    text_field: str = "text"
-    txt_split: str = "file"
-    shard_bytes: int | None = None
+_EXAMPLES = 5  # bad records whose place a shard tells
 
 
 @dataclass(frozen=True)
@@ -69,72 +43,6 @@ class BadRecords:
 
     def allows(self, reason: str) -> bool:
         return self.skip or (self.allow_truncated and reason == "truncated")
-
-
-@dataclass(frozen=True)
-class Plan:
-    settings: Settings
-    inputs: list[Input]
-    units: list[list[Piece]]
-    tokenizer: TokenizerSpec
-
-    def bytes_of(self, units: list[int]) -> int:
-        return sum(piece.size for number in units for piece in self.units[number])
-
-    def description(self) -> dict[str, Any]:
-        """Everything that the result depends on; its hash is the key of the output folder."""
-        tokenizer = self.tokenizer
-        return {
-            "format": shards.FORMAT,
-            "version": shards.VERSION,
-            "settings": asdict(self.settings),
-            "tokenizer": {
-                "sha256": tokenizer.sha256,
-                "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id,
-                "eos_token": tokenizer.eos_token,
-            },
-            "inputs": [
-                {
-                    "name": item.name,
-                    "bytes": item.size,
-                    **({"dataset": item.identity} if item.identity else {}),
-                }
-                for item in self.inputs
-            ],
-            "units": len(self.units),
-        }
-
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode()).hexdigest()
-
-
-def filler_id(eos_id: int) -> int:
-    """The id between aligned documents: not EOS, so that EOS ids in a raw stream count its documents."""
-    return 0 if eos_id != 0 else 1
-
-
-def make_plan(inputs: list[Input], tokenizer: TokenizerSpec, settings: Settings) -> Plan:
-    """Check the settings and cut the inputs into units. Raises PackError for settings that cannot work."""
-    if settings.seq_len < 2:
-        raise PackError(f"--seq-len {settings.seq_len} must be at least 2")
-    if settings.align < 1 or settings.seq_len % settings.align:
-        raise PackError(
-            f"--seq-len {settings.seq_len} is not a multiple of --align {settings.align}: a document that goes on "
-            f"in the next sequence could not keep its alignment; choose an align that divides it"
-        )
-    if settings.holdout < 0:
-        raise PackError(f"--holdout {settings.holdout} is negative")
-    if settings.shard_bytes is None:
-        # From the size of the inputs, never from workers or tasks: enough units for many processes in a
-        # small corpus, few enough files in a large one.
-        total = sum(item.size for item in inputs)
-        settings = replace(settings, shard_bytes=min(max(total // _UNITS, _SMALLEST_UNIT), _LARGEST_UNIT))
-    elif settings.shard_bytes < 1:
-        raise PackError(f"--shard-bytes {settings.shard_bytes} must be positive")
-    assert settings.shard_bytes is not None
-    reading = Reading(settings.text_field, settings.txt_split)
-    return Plan(settings, inputs, documents.cut(inputs, settings.shard_bytes, reading), tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ one unit
@@ -245,8 +153,8 @@ def _example(item: Input, piece: Piece, record: documents.Record) -> dict[str, s
 
 def _describe_bad(example: dict[str, str]) -> str:
     return (
-        f"bad record at {example['place']}: {example['reason']} ({example['detail']}). Correct it, or run again "
-        f"with --on-bad-record skip to leave such records out and count them"
+        f"bad record at {example['place']}: {example['reason']} ({example['detail']}). Correct it, or run "
+        f"again with --on-bad-record skip to leave such records out and count them"
     )
 
 
@@ -255,8 +163,14 @@ def _describe_bad(example: dict[str, str]) -> str:
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(plan: Plan, root: Path, bad: BadRecords, progress: Any, parent: int) -> None:
-    _worker.update(plan=plan, root=root, bad=bad, progress=progress, encoder=make_encoder(plan.tokenizer))
+def _encoder(plan: Plan, fast: Path | None) -> Encoder:
+    return QuicktokEncoder(plan.tokenizer, fast) if fast else make_encoder(plan.tokenizer)
+
+
+def _start_worker(
+    plan: Plan, root: Path, fast: Path | None, bad: BadRecords, progress: Any, parent: int
+) -> None:
+    _worker.update(plan=plan, root=root, bad=bad, progress=progress, encoder=_encoder(plan, fast))
 
     def leave_with_parent() -> None:
         # A parent killed by SIGKILL cannot end its workers, and they would wait for work for ever.
@@ -282,6 +196,7 @@ def pack_units(
     plan: Plan,
     numbers: list[int],
     root: Path,
+    fast: Path | None,
     bad: BadRecords,
     workers: int,
     report: Callable[[int, int, int], None],
@@ -298,14 +213,14 @@ def pack_units(
         report(sum(counters[0::2]), sum(counters[1::2]), done)
 
     if workers == 1 or len(numbers) == 1:
-        _pack_here(plan, numbers, root, bad, counters, poll)
+        _pack_here(plan, numbers, root, fast, bad, counters, poll)
         return
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         min(workers, len(numbers)),
         mp_context=context,
         initializer=_start_worker,
-        initargs=(plan, root, bad, counters, os.getpid()),
+        initargs=(plan, root, fast, bad, counters, os.getpid()),
     )
     failures: dict[int, BaseException] = {}
     done = 0
@@ -352,10 +267,16 @@ def pack_units(
 
 
 def _pack_here(
-    plan: Plan, numbers: list[int], root: Path, bad: BadRecords, counters: Any, poll: Callable[[int], None]
+    plan: Plan,
+    numbers: list[int],
+    root: Path,
+    fast: Path | None,
+    bad: BadRecords,
+    counters: Any,
+    poll: Callable[[int], None],
 ) -> None:
     """The same without processes, for one worker."""
-    encoder = make_encoder(plan.tokenizer)
+    encoder = _encoder(plan, fast)
     last = time.monotonic()
 
     for done, number in enumerate(numbers):
@@ -372,11 +293,27 @@ def _pack_here(
     poll(len(numbers))
 
 
+def sample(plan: Plan, units: int = 16, characters: int = 1 << 16) -> list[str]:
+    """Texts from the beginnings of units all over the corpus, at most `characters` of each unit."""
+    texts = []
+    reading = Reading(plan.settings.text_field, plan.settings.txt_split)
+    for number in range(0, len(plan.units), max(1, len(plan.units) // units)):
+        left = characters
+        piece = plan.units[number][0]
+        for record in PieceReader(plan.inputs[piece.input], piece, reading, lambda _: None):
+            if record.text:
+                texts.append(record.text[:left])
+                left -= len(texts[-1])
+            if left <= 0:
+                break
+    return texts
+
+
 def default_workers() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# ------------------------------------------------------------------------------------------ the folder
+# ------------------------------------------------------------------------------------------ one task
 
 
 @contextmanager
@@ -395,71 +332,6 @@ def _lock(root: Path, task: int) -> Iterator[None]:
                 raise
         yield
         Path(file.name).unlink(missing_ok=True)
-
-
-def prepare(plan: Plan, root: Path) -> None:
-    """Make the output folder this plan's, or check that it is. Raises PackError naming what differs."""
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / PLAN
-    description = json.loads(json.dumps(plan.description()))
-    if not path.exists():
-        strangers = [
-            entry.name for entry in root.iterdir() if not entry.name.startswith((".lock-", "tokenizer"))
-        ]
-        if strangers:
-            raise PackError(
-                f"{root} holds other files ({', '.join(sorted(strangers)[:3])}); choose an empty folder"
-            )
-        copy_tokenizer(plan.tokenizer, root / TOKENIZER)
-        shards.write_json(path, {"tokenizer_name": plan.tokenizer.name, **description})
-    found = json.loads(path.read_text(encoding="utf-8"))
-    differences = list(_differences(found, description))
-    if differences:
-        raise PackError(
-            f"{root} was begun with other inputs or settings: {'; '.join(differences[:5])}"
-            f"{f' and {len(differences) - 5} more' if len(differences) > 5 else ''}. "
-            f"Repeat the first command, or choose another folder"
-        )
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for part in ("settings", "tokenizer"):
-        for name, value in new[part].items():
-            if old[part].get(name) != value:
-                yield f"{part} {name} was {old[part].get(name)!r}, is now {value!r}"
-    for name in ("format", "version"):
-        if old[name] != new[name]:
-            yield f"{name} was {old[name]!r}, is now {new[name]!r}"
-    before, after = ({item["name"]: item for item in side["inputs"]} for side in (old, new))
-    for name in before.keys() | after.keys():
-        if name not in after:
-            yield f"input {name} is missing now"
-        elif name not in before:
-            yield f"input {name} is new"
-        elif before[name] != after[name]:
-            yield f"input {name} changed: it had {before[name]['bytes']} bytes, now {after[name]['bytes']}"
-    if before.keys() == after.keys() and list(before) != list(after):
-        yield "the inputs are in another order"
-
-
-def check_sources(plan: Plan, root: Path, numbers: list[int]) -> None:
-    """Compare published shards' inputs with today's files: by time, and by content where the time differs."""
-    reading = Reading(plan.settings.text_field, plan.settings.txt_split)
-    for number in numbers:
-        path = root / shards.shard_name(number) / "source.json"
-        for entry in json.loads(path.read_text(encoding="utf-8"))["pieces"]:
-            item = plan.inputs[entry["input"]]
-            if entry["mtime_ns"] in (None, os.stat(item.name).st_mtime_ns):
-                continue
-            piece = Piece(entry["input"], entry["start"], entry["stop"], entry["size"])
-            reader = PieceReader(item, piece, reading, lambda _: None)
-            for _ in reader:
-                pass
-            if reader.digest() != entry["sha256"]:
-                raise PackError(
-                    f"input {item.name} changed after {shards.shard_name(number)} was packed from it; "
-                    f"restore it, or pack into another folder"
-                )
 
 
 def task_units(plan: Plan, task: int, tasks: int) -> list[int]:
@@ -491,7 +363,11 @@ def pack(
         if not todo:
             return
         try:
-            pack_units(plan, todo, root, bad, workers, report)
+            fast = root / f".encoder-{task}" if plan.settings.encoder == "quicktok" else None
+            if fast:
+                build(plan.tokenizer, fast)
+                check(plan.tokenizer, fast, sample(plan))
+            pack_units(plan, todo, root, fast, bad, workers, report)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -502,6 +378,7 @@ def pack(
             ) from error
         finally:
             _remove_leftovers(root, mine)
+            shutil.rmtree(root / f".encoder-{task}", ignore_errors=True)
 
 
 def _remove_leftovers(root: Path, numbers: list[int]) -> None:
@@ -510,124 +387,3 @@ def _remove_leftovers(root: Path, numbers: list[int]) -> None:
     for leftover in root.glob("shard-*.tmp-*"):
         if leftover.name.partition(".")[0] in names:
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-# ------------------------------------------------------------------------------------------ the manifest
-
-
-def merge(root: Path, *, verify: bool, report: Callable[[int], None] | None = None) -> dict[str, Any]:
-    """Write the manifest over all shards of the plan; returns it.
-
-    Raises PackError when shards are missing or nothing was packed, shards.ShardError (with `verify`) when one
-    is damaged.
-    """
-    path = root / PLAN
-    if not path.is_file():
-        raise PackError(f"{root} has no {PLAN}: nothing was packed there")
-    plan = json.loads(path.read_text(encoding="utf-8"))
-    settings, tokenizer = plan["settings"], plan["tokenizer"]
-    total = plan["units"]
-    records = [shards.read_record(root, shards.shard_name(number)) for number in range(total)]
-    missing = [number for number, record in enumerate(records) if record is None]
-    if missing:
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise PackError(
-            f"{len(missing)} of {total} shards in {root} are missing ({some}); run the tasks that pack them "
-            f"(shard i belongs to task i mod n), then merge again"
-        )
-    if verify:
-        for record in records:
-            shards.verify_shard(root, record, report)
-    filled = [record for record in records if record["length"]]
-    if not filled:
-        counts = _summed(record["counts"] for record in records)
-        raise PackError(
-            f"nothing to pack: {counts['read']} records were read and none is a document with text "
-            f"(empty: {counts['empty']}, bad: {dict(_summed(record['bad'] for record in records))})"
-        )
-    manifest = _manifest(root, plan, records, filled)
-    shards.write_json(root / shards.MANIFEST, manifest)
-    return manifest
-
-
-def _summed(dictionaries: Iterable[dict[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for dictionary in dictionaries:
-        total.update(dictionary)
-    return total
-
-
-def _manifest(
-    root: Path, plan: dict[str, Any], records: list[dict[str, Any]], filled: list[dict[str, Any]]
-) -> dict[str, Any]:
-    settings, tokenizer = plan["settings"], plan["tokenizer"]
-    dtype = shards.token_dtype(tokenizer["vocab_size"])
-    seq_len, length = settings["seq_len"], sum(record["length"] for record in filled)
-    sequences = -(-length // seq_len) if settings["tail"] == "pad" else length // seq_len
-    if settings["holdout"] >= sequences:
-        raise PackError(
-            f"--holdout {settings['holdout']} leaves nothing to train on: the corpus is {sequences} sequences of "
-            f"{seq_len} ({length} positions); pack into another folder with a smaller holdout or more text"
-        )
-    tokens = sum(record["tokens"] for record in filled)
-    dropped = _tokens_from(root, filled, dtype, settings["align"], sequences * seq_len)
-    counts = _summed(record["counts"] for record in records)
-    bad = _summed(record["bad"] for record in records)
-    inputs = [{**item, "documents": 0, "tokens": 0} for item in plan["inputs"]]
-    for record in records:
-        for part in record["inputs"]:
-            for name in ("documents", "tokens"):
-                inputs[part["input"]][name] += part[name]
-    private = ("inputs", "counts", "bad", "bad_examples")
-    return {
-        "format": shards.FORMAT,
-        "version": shards.VERSION,
-        "key": hashlib.sha256(
-            json.dumps({**plan, "tokenizer_name": None}, sort_keys=True).encode()
-        ).hexdigest(),
-        "tokenizer": {"name": plan["tokenizer_name"], "sha256": tokenizer["sha256"]},
-        "vocab_size": tokenizer["vocab_size"],
-        "dtype": dtype.name,
-        "eos_id": tokenizer["eos_id"],
-        "eos_token": tokenizer["eos_token"],
-        "filler_id": filler_id(tokenizer["eos_id"]),
-        "seq_len": seq_len,
-        "align": settings["align"],
-        "tail": settings["tail"],
-        "shuffle_seed": settings["shuffle_seed"],
-        "sequences": sequences,
-        "holdout": settings["holdout"],
-        "counts": {
-            "read": counts["read"],
-            "written": sum(record["documents"] for record in filled),
-            "empty": counts["empty"],
-            "bad": bad.total(),
-            "blank_lines": counts["blank_lines"],
-            "text_bytes": counts["text_bytes"],
-            "tokens": tokens,
-            "filler": length - tokens,
-            "dropped_tokens": dropped,
-        },
-        "bad": dict(sorted(bad.items())),
-        "bad_examples": [example for record in records for example in record["bad_examples"]][:_EXAMPLES],
-        "settings": settings,
-        "inputs": inputs,
-        "shards": [
-            {name: value for name, value in record.items() if name not in private} for record in filled
-        ],
-    }
-
-
-def _tokens_from(root: Path, records: list[dict[str, Any]], dtype: Any, align: int, position: int) -> int:
-    """Data tokens (filler not counted) of the corpus at `position` and behind it."""
-    tokens = 0
-    stop = sum(record["length"] for record in records)
-    for record in reversed(records):
-        start = stop - record["length"]
-        if stop <= position:
-            break
-        _, ends = shards.open_shard(root, record, dtype)
-        starts, stops = shards.document_spans(ends, max(position - start, 0), record["length"], align)
-        tokens += int((stops - starts).sum())
-        stop = start
-    return tokens

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,11 @@ def shard_name(index: int) -> str:
 # ---------------------------------------------------------------------------------------------- writing
 
 
+def temporary(path: Path) -> Path:
+    """A name beside `path` that no other process uses; what is there under such a name was not published."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -68,7 +74,7 @@ def _flush(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` so that a reader sees the old file or the whole new one."""
-    part = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    part = temporary(path)
     try:
         with open(part, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=1, ensure_ascii=True)
@@ -118,10 +124,9 @@ class ShardWriter:
         self.length = 0  # positions in the stream, filler included
         self.documents = 0
         self._root = root
-        self._folder = root / f"{self.name}.tmp-{os.getpid()}"
+        self._folder = temporary(root / self.name)
         self._dtype = token_dtype(vocab_size)
         self._vocab_size, self._eos_id, self._filler_id, self._align = vocab_size, eos_id, filler_id, align
-        shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         self._files = {name: _HashedFile(self._folder / f"{name}.bin") for name in ("tokens", "ends")}
 
@@ -239,8 +244,8 @@ def load_manifest(root: str | os.PathLike[str]) -> dict[str, Any]:
     needed = token_dtype(manifest["vocab_size"])
     if manifest["dtype"] != needed.name:
         raise ShardError(
-            f"{path} says dtype {manifest['dtype']!r}, but a vocabulary of {manifest['vocab_size']} is stored "
-            f"as {needed.name!r}: the manifest was edited or damaged, pack the data again"
+            f"{path} says dtype {manifest['dtype']!r}, but a vocabulary of {manifest['vocab_size']} is "
+            f"stored as {needed.name!r}: the manifest was edited or damaged, pack the data again"
         )
     return manifest
 

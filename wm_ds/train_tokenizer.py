@@ -1,9 +1,9 @@
 """Training a small tokenizer with sentencepiece and wrapping it for transformers.
 
 sentencepiece learns BPE pieces with byte fallback and without any normalisation. The wrapper is a plain
-tokenizer.json of the `tokenizers` library, so `AutoTokenizer` loads the folder without remote code. Spaces are
-written as spaces instead of sentencepiece's U+2581, hence that character, too, survives a round trip, and so
-do leading spaces, line ends and NUL: decode(encode(text)) == text for every text.
+tokenizer.json of the `tokenizers` library, so `AutoTokenizer` loads the folder without remote code. Spaces
+are written as spaces instead of sentencepiece's U+2581, hence that character, too, survives a round trip, and
+so do leading spaces, line ends and NUL: decode(encode(text)) == text for every text.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def train(texts: Iterable[str], vocab_size: int, eos: str) -> bytes:
         )
     except RuntimeError as error:
         raise TrainingError(
-            f"sentencepiece cannot train {vocab_size} pieces on this text: {error}; give more text or a smaller "
-            f"--vocab-size"
+            f"sentencepiece cannot train {vocab_size} pieces on this text: {error}; give more text or a "
+            f"smaller --vocab-size"
         ) from error
     return model.getvalue()
 
