@@ -142,7 +142,7 @@ class EngineState:
 
 
 def even_cuts(numels: dict[str, int], rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """`rank`'s part [start, stop) of each tensor when all, laid end to end, are cut into `world` equal parts."""
+    """`rank`'s part [start, stop) of each tensor: all, laid end to end, are cut into `world` equal parts."""
     total = sum(numels.values())
     low, high = rank * total // world, (rank + 1) * total // world
     cuts, at = {}, 0

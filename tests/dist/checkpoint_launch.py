@@ -1,52 +1,86 @@
-"""Starts the ranks of a checkpoint test as processes and collects their answers."""
+"""Starts the ranks of a checkpoint test as processes and collects their answers.
+
+Ranks are forked from a server that has imported torch and DeepSpeed once: dozens of short runs, some of which
+are killed on purpose, would otherwise spend their time importing.
+"""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from wm_ds.distributed import free_port
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ROOT = str(Path(__file__).parents[2])
+# Inherited by the server and by all ranks. The server ignores preloads that it cannot import, hence the path.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # importing DeepSpeed's optimizers loads inductor
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    [
+        "tests.dist.checkpoint_worker",
+        "deepspeed",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "torch._dynamo",
+        "wm_ds.checkpoint",
+        "wm_ds.stopping",
+    ]
+)
 
 
-def start(world: int, plan: list[dict], folder: Path, script: Path = WORKER) -> list[subprocess.Popen]:
-    """Start `world` ranks on the plan; their output goes to FOLDER/rank_N.log."""
+def start(world: int, plan: list[dict], folder: Path) -> list[BaseProcess]:
+    """Start `world` ranks on the plan; rank N writes FOLDER/rank_N.log and FOLDER/answer_N.json."""
+    from tests.dist import checkpoint_worker
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
     port, ranks = str(free_port()), []
     for rank in range(world):
-        env = os.environ | {
+        env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(ROOT),
         }
-        command = [sys.executable, str(script), str(folder / "plan.json"), str(folder / "answer")]
-        with open(folder / f"rank_{rank}.log", "w") as log:
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=ROOT))
+        files = [str(folder / name) for name in ("plan.json", f"answer_{rank}.json", f"rank_{rank}.log")]
+        process = _SERVER.Process(
+            target=checkpoint_worker.main, args=(files[0], files[1], env, files[2]), daemon=True
+        )
+        process.start()
+        ranks.append(process)
     return ranks
+
+
+def finish(ranks: list[BaseProcess], timeout_s: float) -> list[int | None]:
+    """Wait for all ranks; exit codes, None for one that did not end in time (it is then killed)."""
+    deadline = time.monotonic() + timeout_s
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return codes
 
 
 def logs(folder: Path) -> str:
     return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.glob("rank_*.log")))
 
 
+def answers(folder: Path, world: int) -> list[list[dict]]:
+    """answers[rank][case]"""
+    return [json.loads((folder / f"answer_{rank}.json").read_text()) for rank in range(world)]
+
+
 def run(world: int, plan: list[dict], timeout_s: float = 240) -> list[list[dict]]:
     """Run the plan to its end on `world` ranks; returns answers[rank][case]. Fails with the ranks' logs."""
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-ranks-"))
-    ranks = start(world, plan, folder)
-    try:
-        codes = [rank.wait(timeout_s) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0] * world, f"exit codes {codes}\n{logs(folder)}"
-    return [json.loads((folder / f"answer.{rank}.json").read_text()) for rank in range(world)]
+    with tempfile.TemporaryDirectory(prefix="checkpoint-ranks-") as name:
+        folder = Path(name)
+        codes = finish(start(world, plan, folder), timeout_s)
+        assert codes == [0] * world, f"exit codes {codes}\n{logs(folder)}"
+        return answers(folder, world)

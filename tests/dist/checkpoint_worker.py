@@ -1,14 +1,13 @@
 """One rank of a checkpoint test: builds small engines and trains, saves or resumes them as the plan says.
 
-Run by `tests/dist/checkpoint_launch.py`; the plan is a JSON file, the answer goes to ANSWER.RANK.json.
+Run by `tests/dist/checkpoint_launch.py`; plan and answer are JSON files.
 The model is a toy with every kind of tensor: an odd square matrix whose rows straddle partitions, a stack of
 matrices, norms, a tied or free head, a frozen parameter and a persistent buffer.
 """
 
+import hashlib
 import json
 import os
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -102,7 +101,9 @@ def build(case: dict, world: distributed.World) -> tuple:
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         }
+    optimizer.skip = True  # DeepSpeed's bf16 wrapper of stage 0 makes a step while it is built
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    optimizer.skip = False
     optimizer.attach(partition.masters(engine), partition.fragments(engine), world.device)
     return engine, optimizer
 
@@ -116,19 +117,24 @@ def train_step(engine, optimizer, step: int, world: distributed.World) -> float:
     return distributed.all_reduce_sum([float(loss.detach())], world.device)[0] / world.size
 
 
-def full_weights(engine) -> dict[str, list]:
-    """The model's own weights (not the masters) in full, as lists."""
+def full_weights(engine) -> dict[str, str]:
+    """A digest of the model's own weights (not the masters), whole and in fp32, by name."""
     import deepspeed
 
     found = {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
-            found[name.removeprefix("lm.")] = p.detach().float().flatten().tolist()
+            found[name.removeprefix("lm.")] = digest(p)
     return found
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """sha256 of a tensor's values in fp32."""
+    return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
+
+
 def run_case(case: dict, world: distributed.World) -> dict:
-    """Run one case. Keys: dir, steps (last step), save_at, resume, keep_last, weights, expect_error."""
+    """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
     from wm_ds.checkpoint import CheckpointError, Checkpoints
 
     engine, optimizer = build(case, world)
@@ -145,12 +151,14 @@ def run_case(case: dict, world: distributed.World) -> dict:
     )
     try:
         first = 0
-        if "resume" in case:
+        if "resume" in case:  # None: whatever the folder holds
             path = store.choose(case["resume"])
             if path is not None:
                 client = store.load(path)
                 first = client["step"]
                 answer["client"] = client
+        if case.get("save_first"):
+            store.save(first, {"step": first})
         for step in range(first + 1, case["steps"] + 1):
             answer["losses"][step] = train_step(engine, optimizer, step, world)
             answer["rows"][step] = rows(step, world.rank, world.size).flatten().tolist()
@@ -164,23 +172,23 @@ def run_case(case: dict, world: distributed.World) -> dict:
             answer["weights"] = full_weights(engine)
     except CheckpointError as error:
         answer["error"] = str(error)
-        answer["failed_after_s"] = time.time() - os.stat(case["dir"]).st_ctime
     engine.destroy()
     return answer
 
 
-def main() -> None:
-    plan, answer = Path(sys.argv[1]), Path(sys.argv[2])
-    cases = json.loads(plan.read_text())
-    world = distributed.init(timeout_minutes=2)
+def main(plan: str, answer: str, env: dict[str, str], log: str) -> None:
+    """One rank: run the plan's cases in order; the answer is rewritten after each."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(env)
     torch.set_num_threads(1)
+    world = distributed.init(timeout_minutes=2)
     answers = []
-    for case in cases:
+    for case in json.loads(Path(plan).read_text()):
         answers.append(run_case(case, world))
-        answer.with_name(f"{answer.name}.{world.rank}.json").write_text(json.dumps(answers))
+        part = Path(f"{answer}.part")
+        part.write_text(json.dumps(answers))
+        part.rename(answer)
     distributed.barrier()
     distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main()
