@@ -9,7 +9,9 @@ Shapes: B rows, W workspace positions, P cached tokens, n queries of a step, m s
 heads, d head width.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -20,6 +22,14 @@ from torch import Tensor
 # half of causal attention. More runs mean smaller products; four was best on CPU.
 MAX_RUNS = 4
 MIN_QUERIES_PER_RUN = 32
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products of x run in: autocast's where it is on."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,13 @@ class Visibility:
     past: int
     past_BP: Tensor | None
     document_BW: Tensor | None
+
+    def rows(self, index: Tensor) -> Visibility:
+        """The same for some of the rows."""
+        past_BP, document_BW = (
+            None if rows is None else rows.expand(len(index), -1)[index] for rows in (self.past_BP, self.document_BW)
+        )
+        return replace(self, past_BP=past_BP, document_BW=document_BW)
 
 
 def slots_of(positions: range, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Slots:

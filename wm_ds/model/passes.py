@@ -13,14 +13,15 @@ so that pass runs its layers detached and its pool with gradient, and nothing is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Slots, Visibility, slots_of
+from .attention import Slots, Visibility, compute_dtype, slots_of
 from .pool import Pool
-from .schedule import Schedule, Step
+from .schedule import Schedule
 from .tape import Tape, begin, columns, finish, overwrite, read, write
 
 RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
@@ -28,13 +29,13 @@ RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
 
 @dataclass(frozen=True)
 class PassResult:
-    """hidden_BWD: output of the last layer; keys, values: the pool's buffer [k, B, G, M, d];
-    residuals [passes]: relative change of the pool in each pass, where asked for."""
+    """hidden_BWD: output of the last layer; keys, values: pool entries of the workspace, [k, B, G, W, d],
+    final only where a cache was asked for; residuals [passes]: relative change of the pool in each pass."""
 
     hidden_BWD: Tensor
     keys: Tensor
     values: Tensor
-    residuals: Tensor | None
+    residuals: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,8 @@ def run_passes(
     if with_grad and past is not None:
         raise ValueError("gradient does not flow through a cache: call the model under torch.no_grad()")
     run = _Run(layers, pool, x_BWD, rotary, visibility, recompute)
-    steps = schedule.steps(x_BWD.shape[1])
     tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype)
-    start, work = _plan(steps, schedule.passes, x_BWD.shape[1], keep_cache)
+    start, work = _plan(schedule, x_BWD.shape[1], keep_cache)
     residuals = x_BWD.new_zeros(schedule.passes, 2, dtype=torch.float32) if measure_residuals else None
 
     # The start is pooled like a pass of its own, number -1; without any detached pass it carries gradient.
@@ -117,7 +117,8 @@ def run_passes(
     hidden_BWD = tape.hidden_BWD if token is None else finish(tape, token)
     if residuals is not None:
         residuals = (residuals[:, 0] / residuals[:, 1].clamp_min(1e-30)).sqrt()
-    return PassResult(hidden_BWD, tape.keys, tape.values, residuals)
+    entries = [buffer[:, :, :, tape.offset :] for buffer in (tape.keys, tape.values)]
+    return PassResult(hidden_BWD, *entries, residuals)
 
 
 class _Run:
@@ -135,10 +136,7 @@ class _Run:
         self.layers, self.pool, self.rotary = layers, pool, rotary
         self.visibility, self.recompute = visibility, recompute
         self.device = x_BWD.device
-        autocast = torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(
-            self.device.type
-        )
-        self.dtype = torch.get_autocast_dtype(self.device.type) if autocast else x_BWD.dtype
+        self.dtype = compute_dtype(x_BWD)
         self.no_token = x_BWD.new_zeros(())
         self.masks: dict[range, Slots] = {}
 
@@ -231,27 +229,35 @@ def _empty_tape(
     return Tape(*buffers, x_BWD, torch.zeros_like(x_BWD), 1 + cached)
 
 
+@lru_cache(maxsize=64)
 def _plan(
-    steps: list[Step], passes: int, length: int, keep_cache: bool
+    schedule: Schedule, length: int, keep_cache: bool
 ) -> tuple[list[tuple[_Work, ...]], list[tuple[_Work, ...]]]:
     """Which results each part must produce, by a walk backwards over the schedule.
 
     `reach[i]` is the furthest position that reads position i's entry before it is next rewritten; an entry is
-    needed only if that lies beyond i. Returns the pooling of the start (in pieces as large as the largest
-    step) and the steps.
+    needed only if that lies beyond i. A relaxed write reads the old entry, too: that is needed as much as the
+    new one. Returns the pooling of the start (in pieces as large as the largest step) and the steps.
     """
-    reach = torch.full((length,), length if keep_cache else -1)
-    index = torch.arange(length)
+    steps = schedule.steps(length)
+    reach = torch.full((length,), length if keep_cache else -1, device="cpu")
+    index = torch.arange(length, device="cpu")
     work: list[tuple[_Work, ...]] = []
     for parts in reversed(steps):
         planned = []
         for part in parts:
             at = columns(part.positions)
             planned.append(
-                _Work(part.positions, part.turn, bool((reach[at] > index[at]).any()), part.turn == passes - 1)
+                _Work(
+                    part.positions,
+                    part.turn,
+                    bool((reach[at] > index[at]).any()),
+                    part.turn == schedule.passes - 1,
+                )
             )
         for part in parts:
-            reach[columns(part.positions)] = -1
+            if part.turn == 0 or schedule.relaxation == 1.0:
+                reach[columns(part.positions)] = -1
         reach.clamp_(min=max(part.positions[-1] for part in parts))
         work.append(tuple(planned))
     unread = torch.nonzero(reach > index).flatten().tolist()

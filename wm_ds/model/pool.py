@@ -4,6 +4,8 @@ Shapes: N tokens (rows x positions), B rows, n positions, L source layers, S = L
 k channels, G KV heads, d head width. The key and the value branch have parameters of their own.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,31 +30,67 @@ class PoolBranch(nn.Module):
         self.head_dim = config.head_dim
         self.sources = slice(config.router_sources[0], layers, config.router_stride)
         self.source_norm = nn.Parameter(torch.ones(layers, width))
-        self.router_weight = nn.Parameter(torch.zeros(channels * layers, len(config.router_sources) * width))
-        self.router_bias = nn.Parameter(torch.zeros(channels * layers))
+        self.routing = config.routing
+        self.router_weight = self.router_bias = None
+        if config.routing == "dynamic":
+            inputs = len(config.router_sources) * width
+            self.router_weight = nn.Parameter(torch.zeros(channels * layers, inputs))
+        if config.routing == "fixed":
+            self.pattern = initial_router_bias(config).tolist()
+        else:
+            self.router_bias = nn.Parameter(torch.zeros(channels * layers))
         self.channel_norm = nn.Parameter(torch.ones(channels, width))
         self.proj = nn.Parameter(torch.zeros(channels, config.num_key_value_heads * config.head_dim, width))
         self.head_norm = nn.Parameter(torch.ones(channels, config.head_dim)) if normalise_heads else None
 
     def mixing_weights(self, hat_NLD: Tensor) -> Tensor:
-        """alpha [N, k, L]: signed, from the normed states of every p-th layer counted from the top."""
-        xi_NSD = hat_NLD[:, self.sources].flatten(1)
-        return F.linear(xi_NSD, self.router_weight, self.router_bias).unflatten(1, self.shape)
+        """alpha [N, k, L], or [1, k, L] where it is the same for every token.
+
+        Dynamic weights are signed, from the normed states of every p-th layer counted from the top.
+        """
+        if self.routing == "dynamic":
+            xi_NSD = hat_NLD[:, self.sources].flatten(1)
+            return F.linear(xi_NSD, self.router_weight, self.router_bias).unflatten(1, self.shape)
+        if self.routing == "fixed":
+            return hat_NLD.new_tensor(self.pattern).view(1, *self.shape)
+        alpha_1kL = self.router_bias.view(1, *self.shape)
+        return alpha_1kL.softmax(-1) if self.routing == "softmax" else alpha_1kL
 
     def forward(self, unit_NLD: Tensor, token: Tensor | None) -> Tensor:
         """unit_NLD: states over their RMS. Returns [k, N, G, d]; `token` orders backward passes (tape.py)."""
         hat_NLD = (unit_NLD * self.source_norm).to(unit_NLD.dtype)
-        alpha_NkL = self.mixing_weights(hat_NLD)
         if token is not None:
-            alpha_NkL = ordered(alpha_NkL, token)
-        mix_NkD = torch.bmm(alpha_NkL, hat_NLD.to(alpha_NkL.dtype))
-        normed_kND = rms_norm(mix_NkD, self.channel_norm, self.eps).transpose(0, 1)
-        out_kNGd = torch.bmm(normed_kND, self.proj.transpose(1, 2).to(normed_kND.dtype)).unflatten(
-            -1, (-1, self.head_dim)
-        )
+            hat_NLD = ordered(hat_NLD, token)
+        alpha_NkL = self.mixing_weights(hat_NLD)
+        mix_NkD = torch.matmul(alpha_NkL, hat_NLD.to(alpha_NkL.dtype))
+        return self.project(mix_NkD, slice(None))
+
+    def below(self, channel: int, unit_NlD: Tensor) -> Tensor:
+        """Channel `channel` from the states of the layers up to its own (the ablation without feedback).
+
+        unit_NlD: l = channel + 1 states over their RMS. Returns [1, N, G, d].
+        """
+        count = channel + 1
+        hat_NlD = (unit_NlD * self.source_norm[:count]).to(unit_NlD.dtype)
+        first = channel * self.shape[1]
+        alpha_Nl = self.router_bias[first : first + count]
+        if self.routing == "softmax":
+            alpha_Nl = alpha_Nl.softmax(-1)
+        if self.routing == "dynamic":
+            xi_NSD = hat_NlD[:, self.sources].flatten(1)
+            weight = self.router_weight[first : first + count, : xi_NSD.shape[1]]
+            alpha_Nl = F.linear(xi_NSD, weight, alpha_Nl)
+        mix_N1D = torch.matmul(alpha_Nl.unsqueeze(-2), hat_NlD.to(alpha_Nl.dtype))
+        return self.project(mix_N1D, slice(channel, channel + 1))
+
+    def project(self, mix_NkD: Tensor, channels: slice) -> Tensor:
+        """Mixed states of some channels to their keys or values [k, N, G, d] (§3.1, step 2)."""
+        normed_kND = rms_norm(mix_NkD, self.channel_norm[channels], self.eps).transpose(0, 1)
+        proj_kDE = self.proj[channels].transpose(1, 2).to(normed_kND.dtype)
+        out_kNGd = torch.bmm(normed_kND, proj_kDE).unflatten(-1, (-1, self.head_dim))
         if self.head_norm is None:
             return out_kNGd
-        return rms_norm(out_kNGd, self.head_norm[:, None, None], self.eps)
+        return rms_norm(out_kNGd, self.head_norm[channels, None, None], self.eps)
 
 
 class Pool(nn.Module):
@@ -80,17 +118,27 @@ class Pool(nn.Module):
         """
         rows, positions = states[0].shape[:2]
         h_NLD = torch.stack(states, dim=2).flatten(0, 1)
-        unit_NLD = self._unit(h_NLD).expand(-1, self.layers, -1)
+        unit_NLD = unit(h_NLD, self.eps).expand(-1, self.layers, -1)
         keys, values = self.key(unit_NLD, token), self.value(unit_NLD, token)
         keys = keys.unflatten(1, (rows, positions))
         values = values.unflatten(1, (rows, positions))
         keys = rotate(keys, cos[None, :, :, None], sin[None, :, :, None])
         return keys.transpose(2, 3), values.transpose(2, 3)
 
-    def _unit(self, h_NLD: Tensor) -> Tensor:
-        """States over their RMS: the part of the source norm that both branches share."""
-        h_wide = h_NLD.to(torch.promote_types(h_NLD.dtype, torch.float32))
-        return (h_wide * torch.rsqrt(h_wide.square().mean(-1, keepdim=True) + self.eps)).to(h_NLD.dtype)
+    def channel(self, index: int, units: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, W, d] of one channel from the layers up to its own; units are [B, W, D]."""
+        rows = units[0].shape[0]
+        unit_NlD = torch.stack(list(units), dim=2).flatten(0, 1)
+        key, value = (
+            branch.below(index, unit_NlD)[0].unflatten(0, (rows, -1)) for branch in (self.key, self.value)
+        )
+        return rotate(key, cos[:, :, None], sin[:, :, None]).transpose(1, 2), value.transpose(1, 2)
+
+
+def unit(h: Tensor, eps: float) -> Tensor:
+    """States over their RMS: the part of the source norm that keys and values share."""
+    h_wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    return (h_wide * torch.rsqrt(h_wide.square().mean(-1, keepdim=True) + eps)).to(h.dtype)
 
 
 def initial_router_bias(config: WhiteMatterConfig) -> Tensor:
@@ -98,13 +146,17 @@ def initial_router_bias(config: WhiteMatterConfig) -> Tensor:
     layers, channels = config.num_hidden_layers, config.num_kv_channels
     kind = config.router_init
     if kind == "auto":
-        kind = "top" if channels == 1 else "shifted" if channels == layers else "cyclic"
-    bias_kL = torch.zeros(channels, layers)
-    if kind == "top":
-        bias_kL[:, layers - 1] = 1
-    elif kind == "cyclic":
-        bias_kL[torch.arange(layers) % channels, torch.arange(layers)] = 1
-    else:
-        source = torch.clamp(torch.arange(channels) + 1, max=layers - 1)
-        bias_kL[torch.arange(channels), source] = 1
+        # Without feedback a channel starts as its own layer's state, which "cyclic" is at k = L.
+        shifted = channels == layers and config.feedback
+        kind = "top" if channels == 1 else "shifted" if shifted else "cyclic"
+    # On the CPU by name: models are also built inside a meta-device context.
+    bias_kL = torch.zeros(channels, layers, device="cpu")
+    for source in range(layers):
+        if kind == "cyclic":
+            bias_kL[source % channels, source] = 1
+    for channel in range(channels):
+        if kind == "top":
+            bias_kL[channel, layers - 1] = 1
+        elif kind == "shifted":
+            bias_kL[channel, min(channel + 1, layers - 1)] = 1
     return bias_kL.flatten()
