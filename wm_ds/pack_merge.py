@@ -66,8 +66,8 @@ def _manifest(
     if settings["holdout"] >= sequences:
         raise PackError(
             f"--holdout {settings['holdout']} leaves nothing to train on: the corpus is {sequences} "
-            f"sequences of {seq_len} ({length} positions); pack into another folder with a smaller holdout or more "
-            f"text"
+            f"sequences of {seq_len} ({length} positions); pack into another folder with a smaller "
+            f"holdout or more text"
         )
     tokens = sum(record["tokens"] for record in filled)
     dropped = _tokens_from(root, filled, dtype, settings["align"], sequences * seq_len)
