@@ -14,6 +14,7 @@
 # --- How large ----------------------------------------------------------------------------------------------
 : "${WM_NODES:=1}"               # nodes of the training job; the global batch does not depend on it
 : "${WM_GPUS_PER_NODE:=8}"       # GPUs per node = ranks per node
+: "${WM_EXCLUSIVE=1}"            # training takes whole nodes; set it to nothing where several jobs share a node
 : "${WM_CPUS_PER_GPU:=8}"        # CPU cores of each rank
 : "${WM_TRAIN_TIME:=24:00:00}"   # time limit of one start of the training job; it goes on by itself afterwards
 : "${WM_CPU_TIME:=08:00:00}"     # time limit of the other jobs

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Exit codes of a job beside those of the ranks themselves (docs/slurm.md explains each to the user).
 EXIT_SUPERSEDED = 70
@@ -181,7 +182,7 @@ def _describe(who: dict) -> str:
 
 
 def _process_is_gone(who: dict) -> bool:
-    """Whether a claim was made by the only process of its run (`solo`), on this machine, and that is dead."""
+    """Whether a claim was made by rank 0 of a run on this machine alone (`solo`), and it is dead."""
     if not who.get("solo") or who.get("boot") != boot_id():
         return False
     try:
@@ -205,11 +206,13 @@ def join(run_dir: str | Path, *, solo: bool = False, lease_s: float | None = Non
     """The attempt this process belongs to: WM_ATTEMPT of the batch script, else a new claim.
 
     Without a batch script (torchrun, a single process) rank 0 calls this and hands the number to the others.
-    `solo` says that no rank lives on another machine, nor after this process.
+    `solo` says that no rank lives on another machine; LOCAL_WORLD_SIZE of torchrun and rank.sh says it too.
+    Then nothing is waited for when this process is dead: rank 0 alone publishes.
     """
     number = os.environ.get("WM_ATTEMPT")
     if number:
         return Attempt(Path(run_dir), int(number))
+    solo = solo or os.environ.get("LOCAL_WORLD_SIZE", "0") == os.environ.get("WORLD_SIZE", "1")
     if lease_s is None:
         lease_s = float(os.environ.get("WM_LEASE_SECONDS", DEFAULT_LEASE_S))
     return claim(run_dir, lease_s=lease_s, solo=solo, boot=boot_id())
@@ -218,8 +221,7 @@ def join(run_dir: str | Path, *, solo: bool = False, lease_s: float | None = Non
 # -- what the batch script decides with --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the batch script does after its ranks have ended: "requeue", or "exit" with `code`."""
 
     action: str
@@ -281,10 +283,11 @@ def _crashes(run_dir: Path, job: str) -> list[dict]:
 def _retry_is_useless(
     code: int, restarts: int, crashes: list[dict], max_crashes: int, max_same_step: int
 ) -> str | None:
-    if code == 2:
-        return "not retried, the command line or the configuration was refused (exit code 2)"
+    # At the first start somebody is watching, and has made a mistake; a run of weeks goes on trying.
+    if code == 2 and restarts == 0:
+        return "not retried, the configuration or the launch was refused (exit code 2)"
     if code == EXIT_CHECK_FAILED and restarts == 0:
-        return "not retried, the nodes were refused before the first start"
+        return "not retried, the nodes were refused"
     if len(crashes) > max_crashes:
         return f"not retried, the cap is {max_crashes} retries"
     last = crashes[-max_same_step:]

@@ -192,7 +192,7 @@ class Check:
         return reports, problems
 
     def all_reduce(self) -> list[str]:
-        """One all-reduce of 4 MB through training's backend, in a thread: a broken network may never return."""
+        """One all-reduce of 4 MB through training's backend, in a thread: a broken network may not return."""
         problems: list[str] = []
 
         def work() -> None:

@@ -28,6 +28,7 @@ from types import TracebackType
 from wm_ds.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
 
 DEFAULT_TIMEOUT_S = 1800.0
+NOTE_DELAY_S = 2.0
 
 
 def configured_timeout_s() -> float:
@@ -132,8 +133,14 @@ class Watchdog:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._note("exception", 1)
+        self._beat = float("inf")  # from here on it is no hang
+        faulthandler.cancel_dump_traceback_later()
         traceback.print_exception(kind, error, trace)
+        if self.world > 1:
+            # When another rank was killed, its lost connection arrives here first; the note about the kill is
+            # made within this time. Our own sockets close only after our note, so no rank overtakes it.
+            time.sleep(NOTE_DELAY_S)
+        self._note("exception", 1)
         if self.world > 1 and not issubclass(kind, KeyboardInterrupt):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -27,13 +27,17 @@ env_text() {
   local lib
   lib=$(libraries)
   printf 'export SLURM_CONF=%s\n' "$ROOT/etc/slurm.conf"
+  # shellcheck disable=SC2016 # for whoever reads the file
   printf 'export PATH=%s/usr/bin:%s/usr/sbin:$PATH\n' "$P" "$P"
   printf 'export LD_LIBRARY_PATH=%s:%s/slurm-wlm\n' "$lib" "$lib"
 }
 
 fetch() {
   [ ! -L "$P/usr/sbin/slurmstepd" ] || return 0
-  command -v apt-get >/dev/null && command -v dpkg >/dev/null || { say "no apt-get and dpkg here"; return 1; }
+  if ! command -v apt-get >/dev/null || ! command -v dpkg >/dev/null; then
+    say "no apt-get and dpkg here"
+    return 1
+  fi
   mkdir -p "$ROOT/debs" "$P"
   local packages=(libhwloc15 liblua5.1-0 libmunge2 munge slurm-wlm-basic-plugins slurm-client slurmctld slurmd)
   cd "$ROOT/debs"

@@ -1,6 +1,6 @@
 """The cluster as the tests see it: submit, look, wait with a deadline.
 
-`make test-slurm` starts it (tests/slurm/cluster.sh) and runs pytest inside; elsewhere these tests are skipped.
+`make test-slurm` starts it (tests/slurm/cluster.sh) and runs pytest inside; elsewhere the tests are skipped.
 """
 
 import json

@@ -1,8 +1,9 @@
 """A rank that keeps the trainer's promises to SLURM and trains nothing: starts in a tenth of a second.
 
-Same command line, markers, exit codes, signals, attempts and watchdog as `wm_ds.train`; the process group is a
-few sockets, the model is one number. Settings come as key=value: steps, step_s, save_every, and a fault
-(`raise`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at `fault_step` in the attempts up to `fault_attempts`.
+Same command line, markers, exit codes, signals, attempts and watchdog as `wm_ds.train`; the process group is
+a few sockets, the model is one number. Settings come as key=value: steps, step_s, save_every, and a fault
+(`raise`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at
+`fault_step`, in attempts up to `fault_attempts`.
 """
 
 import json
@@ -19,7 +20,7 @@ from wm_ds.watchdog import Watchdog
 
 
 class Group:
-    """Sums of numbers over the ranks, through sockets to rank 0; a dead peer is a ConnectionError, as in gloo."""
+    """Sums of numbers over the ranks, through sockets to rank 0; a dead peer is an error, as in gloo."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.peers = rank, []

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slurm
 
 
 def seconds_from(log: str, start: str, end: str) -> float:
-    """Between the first lines of the main log that contain the two texts; its time stamps are whole seconds."""
+    """Between the main log's first lines with the two texts; its time stamps are whole seconds."""
     stamps = []
     for text in (start, end):
         found = re.search(rf"T(\d\d):(\d\d):(\d\d)Z[^\n]*{re.escape(text)}", log)
@@ -103,18 +103,33 @@ def test_a_frozen_rank_is_named(cluster):
     assert not re.search(r"no stack in \S+rank00[013].log", cluster.log())
 
 
-def test_a_lost_node_is_replaced_and_its_rank_ends_itself(cluster):
-    """slurmd of one node stops: SLURM starts the job elsewhere while a rank of the old start is still alive."""
-    job = cluster.train("steps=150", "step_s=0.2", "save_every=5")
+def test_a_lost_first_node_is_replaced(cluster):
+    """slurmd of the batch script's node stops: script, srun and two ranks live on there, unheard."""
+    job = cluster.train("steps=120", "step_s=0.4", "save_every=5")
     cluster.wait_step(10)
-    lost = cluster.job(job)["NodeList"]
-    last = cluster.call("scontrol", "show", "hostnames", lost).split()[-1]
-    cluster.node("stopnode", last)
+    first = cluster.call("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[0]
+    cluster.node("stopnode", first)
     cluster.wait("the second start", lambda: "attempt 2, master" in cluster.log(), 90)
     ended = cluster.wait_end(job, 120)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
-    assert last not in cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).split()
-    assert cluster.losses() == pytest.approx(expected_losses(150), rel=1e-12)
-    # No row of the first attempt after the first row of the second.
+    assert first not in cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).split()
+    assert cluster.losses() == pytest.approx(expected_losses(120), rel=1e-12)
     order = [row["attempt"] for row in cluster.metrics()]
-    assert order == sorted(order)
+    assert order == sorted(order), "a row of the first attempt after the second had begun"
+
+
+def test_a_whole_attempt_that_lives_on_a_lost_node_ends_itself(cluster):
+    """One node, so all ranks are well and go on training while SLURM starts the job again elsewhere."""
+    job = cluster.train("steps=120", "step_s=0.4", "save_every=5", options=("--nodes=1",))
+    cluster.wait_step(10)
+    lost = cluster.job(job)["NodeList"]
+    cluster.node("stopnode", lost)
+    cluster.wait("the second start", lambda: "attempt 2, master" in cluster.log(), 90)
+    assert "did not end by itself" in cluster.log(), "the second attempt met a living first one"
+    ended = cluster.wait_end(job, 120)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert ended["NodeList"] != lost
+    assert cluster.losses() == pytest.approx(expected_losses(120), rel=1e-12)
+    order = [row["attempt"] for row in cluster.metrics()]
+    assert order == sorted(order), "a row of the first attempt after the second had begun"
+    assert any("superseded by a newer one: this rank ends" in text for text in cluster.rank_logs(1).values())

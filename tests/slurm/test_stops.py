@@ -42,7 +42,7 @@ def test_preempted_and_finishes_with_the_same_losses(cluster):
 
 
 def test_usr1_before_the_time_limit(cluster):
-    """SLURM sends it to the batch shell alone, 60 s at most before the limit of one minute: at once, that is."""
+    """SLURM sends it to the batch shell alone, here soon after the start: the limit is one minute."""
     job = cluster.train(
         "steps=40", "step_s=0.2", "save_every=1000", options=("--time=1", "--signal=B:USR1@55")
     )
