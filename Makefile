@@ -16,10 +16,9 @@ ARGS ?=
 VENV := .venv
 PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
-# One fixed folder for DeepSpeed's compiled extensions, so that each is compiled once and not per job.
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
-BUILT := .cache/extensions-$(PIN)
+# DeepSpeed's compiled helper lies in one fixed folder per user (see wm_ds/distributed.py), not here.
+BUILT := $(VENV)/.built-$(PIN)
+export PYTHONPATH := $(CURDIR)
 
 .PHONY: demo test lint clean distclean install
 .DELETE_ON_ERROR:
@@ -54,10 +53,11 @@ $(INSTALLED):
 
 $(BUILT): $(INSTALLED)
 	@$(VENV)/bin/python tools/build_extensions.py
-	@mkdir -p .cache && rm -f .cache/extensions-* && touch $@
+	@rm -f $(VENV)/.built-*
+	@touch $@
 
 clean:
-	rm -rf runs/demo data/demo .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf runs/demo data/demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

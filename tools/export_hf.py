@@ -1,0 +1,87 @@
+"""Export a checkpoint as a Hugging Face folder that transformers loads without this project.
+
+    python tools/export_hf.py RUN_OR_CHECKPOINT --output DIR [--dtype bfloat16] [--max-shard-size 5GB]
+
+Takes a run directory (its latest checkpoint, or --step N) or one checkpoint's directory, of any ZeRO stage
+and number of ranks. Runs on one CPU. The folder is checked before it gets its name: every tensor against the
+checkpoint, then logits and generated tokens in a process that cannot import wm_ds.
+"""
+
+import argparse
+import dataclasses
+import resource
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from wm_ds import trained
+from wm_ds.checkpoint_format import CheckpointError
+from wm_ds.config import ConfigError
+from wm_ds.export import DTYPES, ExportError, export, parse_size
+from wm_ds.shards import ShardError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to write; an older export is replaced"
+    )
+    parser.add_argument("--step", type=int, help="export the checkpoint of this step")
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the weights (default bfloat16)"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one weight file (default 5GB)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="the tokenizer's folder, where the run's own has moved"
+    )
+    parser.add_argument(
+        "--push-to-hub", metavar="NAME", help="also upload the folder to this repository of the Hub"
+    )
+    parser.add_argument("--private", action="store_true", help="create that repository as a private one")
+    args = parser.parse_args()
+    start = time.monotonic()
+    try:
+        size = parse_size(args.max_shard_size)
+        source = trained.find(args.source, args.step)
+        if source.run_dir is None:
+            raise ExportError(f"{args.source} is an exported folder already")
+        if args.tokenizer is not None:
+            source = dataclasses.replace(source, tokenizer=args.tokenizer)
+        folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size, say=say)
+        if args.push_to_hub:
+            push(folder, args.push_to_hub, args.private)
+    except (ExportError, trained.TrainedError, CheckpointError, ConfigError, ShardError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename or args.output}: {error.strerror or error}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = time.monotonic() - start
+    say(f"exported step {source.step} to {folder} in {seconds:.0f} s, {peak / 1e9:.2f} GB peak")
+
+
+def push(folder: Path, name: str, private: bool) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    say(f"uploading to {name}")
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
+    except (HfHubHTTPError, OSError) as error:
+        raise ExportError(f"the folder {folder} is complete, but uploading it failed: {error}") from None
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The README.md of an exported model, written from the facts of its run."""
+
+from typing import Any
+
+WHAT = (
+    "Every layer attends to {channels} mixed from the states of *all* {layers} layers of past tokens. "
+    "That makes the forward pass a fixed-point problem, solved by a few cyclic passes over strided groups "
+    "of tokens."
+)
+HOW = (
+    "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it. A prompt "
+    "is read with {passes} cyclic passes over {groups} groups (`prefill_passes` and `prefill_groups` in "
+    "`config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
+    "exactly. The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps."
+)
+SHAPE = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+
+
+def render(facts: dict[str, Any], config: Any) -> str:
+    """Markdown with YAML front matter. `facts` as Trained.facts() gives them, plus "dtype"."""
+    run, model, batch, optim = (facts["config"][key] for key in ("run", "model", "batch", "optim"))
+    whitematter = config.model_type == "whitematter"
+    remote = ", trust_remote_code=True" if whitematter else ""
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        f"- {config.model_type}",
+        "---",
+        "",
+        f"# {facts['run']}",
+        "",
+    ]
+    if whitematter:
+        k, layers = config.num_kv_channels, config.num_hidden_layers
+        channels = "one KV channel that is" if k == 1 else f"{k} KV channels that are"
+        lines += [f"A WhiteMatter language model. {WHAT.format(channels=channels, layers=layers)}", ""]
+    else:
+        lines += ["A Qwen3 language model (transformers' own architecture).", ""]
+    lines += [
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("PATH"{remote})',
+        f'tokenizer = AutoTokenizer.from_pretrained("PATH"{remote})',
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))",
+        "```",
+        "",
+    ]
+    if whitematter:
+        how = HOW.format(passes=config.prefill_passes, groups=config.prefill_groups, k=k, layers=layers)
+        lines += [how, ""]
+    lines += ["## Model", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _shape(config).items()]
+    lines += [f"| weights | {facts['dtype']}, rounded once from fp32 masters |", ""]
+    data = facts["data"]
+    lines += ["## Training", "", "| | |", "|---|---|"]
+    trained = {
+        "steps": facts["step"],
+        "tokens": None if facts["tokens"] is None else f"{facts['tokens']:,}",
+        "batch": f"{batch['global_batch']} sequences of {data['seq_len']} tokens",
+        "data": _data(data),
+        "optimizer": f"{optim['name']}, peak learning rate {optim['lr']:g}, {optim['schedule']} schedule",
+        "precision": facts["config"]["precision"],
+        "ranks": f"{facts['world_size']}, ZeRO stage {facts['zero_stage']}",
+        "seed": run["seed"],
+        "last training loss": _loss(facts["train_loss"]),
+        "held-out loss": _loss(facts["holdout_loss"]),
+    }
+    if whitematter:
+        trained["schedule"] = (
+            f"cyclic, {config.num_groups} groups, {config.no_grad_passes} passes without gradient and "
+            f"{config.grad_passes} with"
+        )
+    lines += [f"| {name} | {value} |" for name, value in trained.items() if value is not None]
+    if model["family"] == "whitematter":
+        lines += ["", "Losses are in nats per token; the held-out loss is at the training schedule's passes."]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(config: Any) -> dict[str, Any]:
+    names = [*SHAPE]
+    if config.model_type == "whitematter":
+        names += ["num_kv_channels", "router_stride", "router_init"]
+    return {name: getattr(config, name) for name in names}
+
+
+def _data(data: dict[str, Any]) -> str | None:
+    if data.get("tokens") is None:
+        return None
+    return f"{data['tokens']:,} tokens in {data['documents']:,} documents, starts aligned to {data['align']}"
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"

@@ -1,0 +1,199 @@
+"""A trained model on disk, wherever it came from: a run's checkpoint, or a folder in Hugging Face format.
+
+Export and evaluation take either, by path; this module answers what they ask of it: the model's
+configuration, its tokenizer, its weights in a given dtype, and the facts of the run.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.initialization import no_init_weights
+
+from wm_ds import config as run_config
+from wm_ds.checkpoint_directory import describe, find_latest, step_name
+from wm_ds.checkpoint_format import MANIFEST, CheckpointError, Reader, read_manifest
+from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
+from wm_ds.shards import load_manifest
+
+CLASSES = {"whitematter": WhiteMatterForCausalLM, "qwen3": Qwen3ForCausalLM}
+
+
+class TrainedError(RuntimeError):
+    """No trained model is at the path, or something that belongs to it is missing; the text says what."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`path` is a checkpoint's directory or an exported folder, `run_dir` its run's (None for a folder)."""
+
+    path: Path
+    run_dir: Path | None
+    tokenizer: Path | None = None
+    """Folder of the tokenizer, where it is not the one that the run names."""
+
+    @cached_property
+    def run(self) -> run_config.Config:
+        """The run's resolved configuration."""
+        assert self.run_dir is not None
+        return run_config.load(self.run_dir / "config.yaml")
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Manifest of the (first) training data."""
+        return load_manifest(self.run.data.sources()[0].path)
+
+    def hf_config(self) -> PreTrainedConfig:
+        """The model's configuration, a new object each time."""
+        if self.run_dir is None:
+            entry = json.loads((self.path / "config.json").read_text())
+            return (WhiteMatterConfig if entry["model_type"] == "whitematter" else Qwen3Config).from_dict(
+                entry
+            )
+        return hf_config(self.run.model, self.data)
+
+    @property
+    def step(self) -> int | None:
+        return None if self.run_dir is None else int(read_manifest(self.path).run["step"])
+
+    def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+        """The model in evaluation mode. Weights are cast once, one tensor at a time, in place."""
+        config = self.hf_config()
+        if self.run_dir is None:
+            model = CLASSES[config.model_type].from_pretrained(self.path, dtype=dtype)
+            return model.to(device).eval()
+        with no_init_weights():
+            model = CLASSES[config.model_type]._from_config(config, dtype=dtype).to(device)
+            model.tie_weights()
+        parameters = dict(model.named_parameters())
+        with self.reader() as reader, torch.no_grad():
+            missing = sorted(set(parameters) - set(reader.manifest.tensors))
+            if missing:
+                raise CheckpointError(f"{self.path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
+            for name, parameter in parameters.items():
+                parameter.copy_(reader.tensor(name))
+        return model.eval()
+
+    # The rest is about checkpoints only.
+
+    def reader(self) -> Reader:
+        return Reader(self.path)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the model's parameters, shared ones once."""
+        config = self.hf_config()
+        with torch.device("meta"), no_init_weights():
+            model = CLASSES[config.model_type](config)
+            model.tie_weights()
+        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def tokenizer_dir(self) -> Path:
+        """The tokenizer's folder. Raises TrainedError where none is found."""
+        if self.run_dir is None:
+            return self.path
+        data = Path(self.run.data.sources()[0].path)
+        named = [self.tokenizer] if self.tokenizer else [self.run.data.tokenizer, data / "tokenizer"]
+        if not self.tokenizer:
+            named.append(self.data["tokenizer"]["name"])
+        candidates = [Path(folder) for folder in named if folder]
+        for folder in candidates:
+            if (folder / "tokenizer.json").is_file():
+                return folder
+        places = ", ".join(map(str, candidates))
+        raise TrainedError(f"no tokenizer.json in {places}; give the tokenizer's folder with --tokenizer DIR")
+
+    def facts(self) -> dict[str, Any]:
+        """Where the model came from, for the export's provenance and model card."""
+        manifest = read_manifest(self.path)
+        rows = read_metrics(self.run_dir / "metrics.jsonl") if self.run_dir is not None else []
+        rows = [row for row in rows if row.get("step", 0) <= manifest.run["step"]]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        holdouts = [row["holdout_loss"] for row in rows if "holdout_loss" in row]
+        tokens = [row["tokens"] for row in rows if "tokens" in row]
+        return {
+            "run": self.run_dir.name if self.run_dir is not None else None,
+            "step": manifest.run["step"],
+            "zero_stage": manifest.run.get("zero_stage"),
+            "world_size": manifest.run.get("world_size"),
+            "tokens": tokens[-1] if tokens else None,
+            "train_loss": losses[-1] if losses else None,
+            "holdout_loss": holdouts[-1] if holdouts else None,
+            "data": {
+                key: self.data.get(key) for key in ("seq_len", "align", "tokens", "documents", "holdout")
+            },
+            "config": self.run.model_dump(mode="json"),
+        }
+
+
+def hf_config(model: run_config.Model, data: dict[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration of a run's model; sizes left open are the packed data's."""
+    kind = WhiteMatterConfig if model.family == "whitematter" else Qwen3Config
+    fields = {"vocab_size": data["vocab_size"], "max_position_embeddings": data["seq_len"]} | model.fields()
+    if model.family == "whitematter" and model.num_kv_channels is None:
+        fields["num_kv_channels"] = max(1, model.num_hidden_layers // 2)
+    return kind(**fields, bos_token_id=None, eos_token_id=data["eos_id"], pad_token_id=data["eos_id"])
+
+
+def find(path: str | Path, step: int | None = None) -> Trained:
+    """The model at a run directory (its latest checkpoint, or the one of `step`), a checkpoint, or a folder.
+
+    Raises TrainedError or CheckpointError where there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file() and path.parent.name == "checkpoints":
+        if step is not None and step_name(step) != path.name:
+            raise TrainedError(
+                f"{path} is one checkpoint, of another step than {step}; give the run's directory"
+            )
+        return Trained(path, path.parent.parent)
+    if (path / "config.yaml").is_file():
+        if step is None:
+            checkpoint = find_latest(path, say=lambda _: None)
+            if checkpoint is None:
+                raise TrainedError(f"{path} has no checkpoint yet")
+            return Trained(checkpoint, path)
+        checkpoint = path / "checkpoints" / step_name(step)
+        if not checkpoint.is_dir():
+            raise TrainedError(f"no checkpoint of step {step}; {describe(path)}")
+        read_manifest(checkpoint)
+        return Trained(checkpoint, path)
+    if (path / "config.json").is_file():
+        if step is not None:
+            raise TrainedError(f"{path} is an exported folder; --step is for run directories")
+        known = json.loads((path / "config.json").read_text()).get("model_type")
+        if known not in CLASSES:
+            raise TrainedError(f"{path} holds a model of type {known!r}; this reads {' and '.join(CLASSES)}")
+        return Trained(path, None)
+    what = "is no run directory, checkpoint or exported folder" if path.exists() else "does not exist"
+    raise TrainedError(f"{path} {what}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that stand: of a step that was run twice, the later attempt's.
+
+    A half-written last line, as a kill leaves it, is dropped.
+    """
+    if not path.is_file():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows.append(row)
+    kept: list[dict[str, Any]] = []
+    first_later: dict[Any, int] = {}
+    for row in reversed(rows):
+        # A row stands unless a later attempt passed its step again.
+        attempt, step = row.get("attempt", 0), row.get("step", 0)
+        later = [s for a, s in first_later.items() if a != attempt]
+        if later and step >= min(later):
+            continue
+        first_later[attempt] = step
+        kept.append(row)
+    return kept[::-1]
