@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 from transformers.initialization import no_init_weights
 
 from wm_ds import config as run_config
+from wm_ds.build import model_config
 from wm_ds.checkpoint_directory import describe, find_latest, step_name
 from wm_ds.checkpoint_format import MANIFEST, CheckpointError, Reader, read_manifest
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
@@ -54,7 +55,10 @@ class Trained:
             return (WhiteMatterConfig if entry["model_type"] == "whitematter" else Qwen3Config).from_dict(
                 entry
             )
-        return hf_config(self.run.model, self.data)
+        data = self.data
+        return model_config(
+            self.run.model, vocab_size=data["vocab_size"], seq_len=data["seq_len"], eos_id=data["eos_id"]
+        )
 
     @property
     def step(self) -> int | None:
@@ -127,15 +131,6 @@ class Trained:
             },
             "config": self.run.model_dump(mode="json"),
         }
-
-
-def hf_config(model: run_config.Model, data: dict[str, Any]) -> PreTrainedConfig:
-    """The transformers configuration of a run's model; sizes left open are the packed data's."""
-    kind = WhiteMatterConfig if model.family == "whitematter" else Qwen3Config
-    fields = {"vocab_size": data["vocab_size"], "max_position_embeddings": data["seq_len"]} | model.fields()
-    if model.family == "whitematter" and model.num_kv_channels is None:
-        fields["num_kv_channels"] = max(1, model.num_hidden_layers // 2)
-    return kind(**fields, bos_token_id=None, eos_token_id=data["eos_id"], pad_token_id=data["eos_id"])
 
 
 def find(path: str | Path, step: int | None = None) -> Trained:
