@@ -8,6 +8,10 @@ matrices, norms, a tied or free head, a frozen parameter and a persistent buffer
 import hashlib
 import json
 import os
+import resource
+import signal
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -135,11 +139,18 @@ def digest(tensor: torch.Tensor) -> str:
 
 def run_case(case: dict, world: distributed.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
+    from wm_ds.agreement import Agreement
     from wm_ds.checkpoint import CheckpointError, Checkpoints
+    from wm_ds.stopping import Stopping
 
     engine, optimizer = build(case, world)
     lines: list[str] = []
-    answer: dict = {"losses": {}, "lines": lines, "saved": [], "rows": {}}
+    answer: dict = {"losses": {}, "lines": lines, "rows": {}, "stalls": []}
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)  # what a killed rank had said is read from its log
+
     store = Checkpoints(
         engine,
         case["dir"],
@@ -147,8 +158,14 @@ def run_case(case: dict, world: distributed.World) -> dict:
         keep_every=case.get("keep_every", 0),
         background=case.get("background", True),
         timeout_s=case.get("timeout_s", 60.0),
-        say=lines.append,
+        say=say,
     )
+    stopping = Stopping(case["dir"], Agreement(case.get("timeout_s", 60.0)), time_limit_s=case.get("limit_s"))
+    stopping.install()
+    if world.rank == case.get("die_rank"):
+        die_at_event(case["dir"], case["die_event"])
+    if world.rank == case.get("limit_rank"):  # no file larger than this, as a full disk would have it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (case["limit_bytes"], resource.RLIM_INFINITY))
     try:
         first = 0
         if "resume" in case:  # None: whatever the folder holds
@@ -162,18 +179,38 @@ def run_case(case: dict, world: distributed.World) -> dict:
         for step in range(first + 1, case["steps"] + 1):
             answer["losses"][step] = train_step(engine, optimizer, step, world)
             answer["rows"][step] = rows(step, world.rank, world.size).flatten().tolist()
-            if step in case.get("save_at", []):
-                saved = store.save(step, {"step": step, "note": "é"})
-                answer["saved"].append(step)
-                if case.get("wait") and saved is not None:
-                    store.wait()
+            reason = stopping.check(save_failed=store.failed)
+            if reason is not None or step in case.get("save_at", []):
+                saved = store.save(step, {"step": step, "note": "é"}, wait=reason is not None)
+                answer["stalls"].append(None if saved is None else saved.stall_s)
+            if reason is not None:
+                answer["stopped"] = [step, reason]
+                break
+            print(f"step {step}", flush=True)
+            time.sleep(case.get("pause_s", 0.0))
         store.wait()
         if case.get("weights"):
             answer["weights"] = full_weights(engine)
     except CheckpointError as error:
         answer["error"] = str(error)
+        print(f"failed: {error}", flush=True)
     engine.destroy()
     return answer
+
+
+def die_at_event(folder: str, number: int) -> None:
+    """SIGKILL this rank at its `number`-th file operation below `folder` (open, rename, remove, ...)."""
+    count = 0
+
+    def watch(event: str, arguments: tuple) -> None:
+        nonlocal count
+        changes = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if event in changes and str(arguments[0]).startswith(folder):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
 
 
 def main(plan: str, answer: str, env: dict[str, str], log: str) -> None:
