@@ -3,9 +3,10 @@
 from .cache import WhiteMatterCache
 from .configuration import WhiteMatterConfig
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
-from .schedule import Part, Schedule, Step
+from .schedule import Converged, Part, Schedule, Step
 
 __all__ = [
+    "Converged",
     "Part",
     "Schedule",
     "Step",

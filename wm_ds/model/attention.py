@@ -59,7 +59,8 @@ class Visibility:
     def rows(self, index: Tensor) -> Visibility:
         """The same for some of the rows."""
         past_BP, document_BW = (
-            None if rows is None else rows.expand(len(index), -1)[index] for rows in (self.past_BP, self.document_BW)
+            None if rows is None else rows.expand(len(index), -1)[index]
+            for rows in (self.past_BP, self.document_BW)
         )
         return replace(self, past_BP=past_BP, document_BW=document_BW)
 

@@ -4,7 +4,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .schedule import Converged, Schedule
+
 ROUTER_INITS = ("auto", "top", "cyclic", "shifted")
+ROUTINGS = ("dynamic", "static", "softmax", "fixed")
+ATTENTIONS = ("auto", "sdpa", "flex")
 
 
 class WhiteMatterConfig(PreTrainedConfig):
@@ -19,11 +23,29 @@ class WhiteMatterConfig(PreTrainedConfig):
         router_init: which source states the channels start from. "top": every channel starts as the top
             state; "cyclic": source l starts in channel l mod k; "shifted": channel j starts as source
             min(j+1, L-1); "auto": top for k = 1, shifted for k = L, cyclic between (§3.1).
-        num_groups: g, strided token groups of a training pass (§3.3).
+        routing: where mixing weights come from. "dynamic": a router reads each token's states (§3.1);
+            "static": learned numbers, the same for all tokens (§5.3); "softmax": learned, non-negative and
+            summing to 1 (with k = 1 the Feedback Transformer's); "fixed": the initial pattern, not learned
+            (with k = L and "shifted" the Recurrent Transformer's).
+        feedback: False is the ablation of §5.3: channel l mixes the states of layers 0 … l only, attention is
+            ordinary and causal, one pass is exact. Needs k = L.
+        schedule: the sweep of a training step: "cyclic" (strided groups, §3.3), "chunked" (cyclic inside one
+            chunk after another), "wavefront" (staggered chunks) or "exact" (one token after another).
+        num_groups: g, strided token groups of a training pass (§3.3); 1 is Jacobi iteration.
         no_grad_passes: detached passes at the start of a training step.
         grad_passes: passes that carry gradient after them; the loss is on the last one.
+        chunk_size: tokens of a chunk; for "chunked" and "wavefront".
+        relaxation: from the second pass on, new entry = old + relaxation * (computed - old).
+        prefill: the sweep of a forward in evaluation mode: "trained" (that of `schedule`), one of the kinds
+            above, or "converged": cyclic passes until no entry of a row's pool moves by more than
+            prefill_tolerance, relative to its size; every row stops by itself.
         prefill_passes: passes of a forward without gradient; None means as many as training runs.
         prefill_groups: groups of a forward without gradient; None means num_groups.
+        prefill_tolerance: see prefill.
+        tokenizer_size: ids from here on have no token (the vocabulary is padded); `generate` never picks
+            them. None: every id has one. Logits and losses are not touched.
+        attention: the kernel: "sdpa", "flex" (flex_attention with block masks), or "auto": flex for long
+            steps on CUDA, otherwise sdpa.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, the value and the limit.
@@ -49,11 +71,20 @@ class WhiteMatterConfig(PreTrainedConfig):
         num_kv_channels: int = 16,
         router_stride: int = 2,
         router_init: str = "auto",
+        routing: str = "dynamic",
+        feedback: bool = True,
+        schedule: str = "cyclic",
         num_groups: int = 8,
         no_grad_passes: int = 1,
         grad_passes: int = 2,
+        chunk_size: int | None = None,
+        relaxation: float = 1.0,
+        prefill: str = "trained",
         prefill_passes: int | None = None,
         prefill_groups: int | None = None,
+        prefill_tolerance: float = 1e-3,
+        tokenizer_size: int | None = None,
+        attention: str = "auto",
         use_cache: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
@@ -74,11 +105,20 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.num_kv_channels = num_kv_channels
         self.router_stride = router_stride
         self.router_init = router_init
+        self.routing = routing
+        self.feedback = feedback
+        self.schedule = schedule
         self.num_groups = num_groups
         self.no_grad_passes = no_grad_passes
         self.grad_passes = grad_passes
+        self.chunk_size = chunk_size
+        self.relaxation = relaxation
+        self.prefill = prefill
         self.prefill_passes = no_grad_passes + grad_passes if prefill_passes is None else prefill_passes
         self.prefill_groups = num_groups if prefill_groups is None else prefill_groups
+        self.prefill_tolerance = prefill_tolerance
+        self.tokenizer_size = tokenizer_size
+        self.attention = attention
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
@@ -111,6 +151,59 @@ class WhiteMatterConfig(PreTrainedConfig):
             raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
         if self.router_init not in ROUTER_INITS:
             raise ValueError(f"router_init is {self.router_init!r}; choose one of {', '.join(ROUTER_INITS)}")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing is {self.routing!r}; choose one of {', '.join(ROUTINGS)}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention is {self.attention!r}; choose one of {', '.join(ATTENTIONS)}")
+        if self.tokenizer_size is not None and not 1 <= self.tokenizer_size <= self.vocab_size:
+            raise ValueError(
+                f"tokenizer_size is {self.tokenizer_size}; it must lie between 1 and vocab_size "
+                f"({self.vocab_size})"
+            )
+        # Schedules check their own fields; a contradiction is refused here, not at the first step.
+        self.training_schedule()
+        self.prefill_schedule()
+        if not self.feedback and (self.routing == "fixed" or self.router_init in ("top", "shifted")):
+            raise ValueError(
+                f"feedback: false cannot start from routing {self.routing!r} with router_init "
+                f"{self.router_init!r}, which reads layers above the channel's own; use router_init 'auto' and a learned routing"
+            )
+        if not self.feedback and self.num_kv_channels != self.num_hidden_layers:
+            raise ValueError(
+                f"feedback: false needs num_kv_channels ({self.num_kv_channels}) equal to num_hidden_layers "
+                f"({self.num_hidden_layers}): every layer reads the channel of its own depth"
+            )
+
+    def training_schedule(self) -> Schedule:
+        """The passes of a training step."""
+        if self.schedule == "exact":
+            return Schedule.exact()
+        passes = self.no_grad_passes + self.grad_passes
+        return Schedule(
+            self.schedule, self.num_groups, passes, self.no_grad_passes, self.chunk_size or 0, self.relaxation
+        )
+
+    def prefill_schedule(
+        self,
+        prefill: str | None = None,
+        passes: int | None = None,
+        groups: int | None = None,
+        tolerance: float | None = None,
+    ) -> Schedule | Converged:
+        """The passes of a forward in evaluation mode; an argument takes the place of its `prefill…` field."""
+        kind = self.prefill if prefill is None else prefill
+        passes = self.prefill_passes if passes is None else passes
+        groups = self.prefill_groups if groups is None else groups
+        if kind == "converged":
+            return Converged(
+                groups, self.prefill_tolerance if tolerance is None else tolerance, self.relaxation
+            )
+        if kind == "trained":
+            kind = self.schedule
+        if kind == "exact":
+            return Schedule.exact()
+        chunk = (self.chunk_size or 0) if kind in ("chunked", "wavefront") else 0
+        return Schedule(kind, groups, passes, 0, chunk, self.relaxation)
 
     @property
     def router_sources(self) -> list[int]:

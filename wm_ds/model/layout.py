@@ -73,11 +73,12 @@ def lay_out(
         period: columns by which a row may be shifted without changing the schedule's effect on it.
         attention_mask: [B, P+T], nonzero for tokens; None when there is no padding.
         position_ids: rotary positions [B or 1, T]; by default the count of tokens before, within the document
-            where documents are given.
+            where documents are given. Where they start again within a row without document_ids, a new
+            document starts: this is how transformers packs rows.
         document_ids: [B, T], the document of every token, -1 for filler; only without a cache.
 
     Raises:
-        ValueError: a mask of another shape, or documents together with a cache.
+        ValueError: a mask of another shape, or several documents together with a cache.
     """
     if document_ids is not None and past:
         raise ValueError("document_ids describe whole rows and cannot be combined with cached tokens")
@@ -90,6 +91,14 @@ def lay_out(
         attention_mask = attention_mask.bool()
         if bool(attention_mask.all()):
             attention_mask = None
+    if position_ids is not None and document_ids is None and length > 1:
+        new_mask_BT = None if attention_mask is None else attention_mask[:, past:]
+        document_ids = _documents_of(position_ids, new_mask_BT)
+        if document_ids is not None and past:
+            raise ValueError(
+                "position_ids start again within a row: several documents cannot be combined with cached "
+                "tokens"
+            )
     shift = 0 if length == 1 else past % period
     if attention_mask is None and shift == 0:
         if position_ids is None:
@@ -97,6 +106,8 @@ def lay_out(
                 position_ids = torch.arange(past, past + length, device=device)[None]
             else:
                 position_ids = _within_documents(document_ids)
+        if document_ids is not None:
+            document_ids = document_ids.expand(rows, -1)
         return Layout(length, Visibility(past, None, document_ids), position_ids)
 
     if attention_mask is None:
@@ -113,13 +124,26 @@ def lay_out(
         if position_ids is None:
             position_ids = before_B1 + order_BT
     # Documents travel as id + 1, so that the zeros of empty columns become -1.
-    document_BW = layout.to_workspace(document_ids + 1) - 1
+    document_BW = layout.to_workspace(document_ids.expand(rows, -1) + 1) - 1
     if position_ids is None:
         position_BW = _within_documents(document_BW)
     else:
         position_BW = layout.to_workspace(position_ids.expand(rows, -1))
     visibility = Visibility(past, past_BP if past else None, document_BW)
     return Layout(width, visibility, position_BW, column_BT, real_BT)
+
+
+def _documents_of(position_BT: Tensor, real_BT: Tensor | None) -> Tensor | None:
+    """Documents told apart by rotary positions that do not rise; None where they rise through every row."""
+    rows = position_BT.shape[0] if real_BT is None else real_BT.shape[0]
+    position_BT = position_BT.expand(rows, -1)
+    index_BT = torch.arange(position_BT.shape[1], device=position_BT.device).expand_as(position_BT)
+    last_BT = index_BT if real_BT is None else torch.where(real_BT, index_BT, -1).cummax(1).values
+    before_BT = torch.cat((torch.full_like(last_BT[:, :1], -1), last_BT[:, :-1]), dim=1)
+    starts_BT = (before_BT >= 0) & (position_BT <= position_BT.gather(1, before_BT.clamp_min(0)))
+    if real_BT is not None:
+        starts_BT = starts_BT & real_BT
+    return starts_BT.cumsum(1) if bool(starts_BT.any()) else None
 
 
 def _within_documents(document_BW: Tensor) -> Tensor:

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
-from .cache import WhiteMatterCache, append, cached_pool
+from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool
 from .configuration import WhiteMatterConfig
+from .converge import run_until_converged
+from .feedforward import run_feedforward
+from .generation import PoolGenerationMixin
 from .layout import lay_out
 from .passes import run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
-from .schedule import Schedule
-
-# transformers renamed the argument and output field `past_key_values` to `cache` within version 5.
-CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+from .schedule import Converged, Schedule
 
 
 class WhiteMatterPreTrainedModel(PreTrainedModel):
@@ -49,12 +49,16 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
         elif isinstance(module, PoolBranch):
             init.ones_(module.source_norm)
             init.ones_(module.channel_norm)
-            init.zeros_(module.router_weight)
-            init.copy_(module.router_bias, initial_router_bias(self.config))
+            if module.router_weight is not None:
+                init.zeros_(module.router_weight)
+            if self.config.routing == "softmax":
+                init.zeros_(module.router_bias)
+            elif module.router_bias is not None:
+                init.copy_(module.router_bias, initial_router_bias(self.config))
             init.normal_(module.proj, mean=0.0, std=std)
             if module.head_norm is not None:
                 init.ones_(module.head_norm)
-        elif isinstance(module, WhiteMatterModel):
+        elif isinstance(module, WhiteMatterModel) and self.config.feedback:
             init.normal_(module.dummy_key, mean=0.0, std=std)
             init.normal_(module.dummy_value, mean=0.0, std=std)
 
@@ -75,24 +79,14 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self.layers = nn.ModuleList(WhiteMatterDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.pool = Pool(config)
         shape = (config.num_kv_channels, config.num_key_value_heads, config.head_dim)
-        self.dummy_key = nn.Parameter(torch.zeros(shape))
-        self.dummy_value = nn.Parameter(torch.zeros(shape))
+        self.dummy_key = nn.Parameter(torch.zeros(shape)) if config.feedback else None
+        self.dummy_value = nn.Parameter(torch.zeros(shape)) if config.feedback else None
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = "none"
         self.measure_residuals = False
         self.residuals: Tensor | None = None
         self.gradient_checkpointing = False
         self.post_init()
-
-    def training_schedule(self) -> Schedule:
-        """The configured passes of a training step."""
-        config = self.config
-        passes = config.no_grad_passes + config.grad_passes
-        return Schedule.cyclic(config.num_groups, passes, config.no_grad_passes)
-
-    def prefill_schedule(self) -> Schedule:
-        """The configured passes of a forward without gradient."""
-        return Schedule.cyclic(self.config.prefill_groups, self.config.prefill_passes)
 
     def forward(
         self,
@@ -103,7 +97,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_ids: Tensor | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | Converged | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -112,12 +106,13 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             input_ids: [B, T]; or inputs_embeds, [B, T, D].
             attention_mask: [B, P+T], zero for padding. Padding may stand on either side.
             position_ids: rotary positions [B, T]; by default the number of tokens before, in the document.
+                Without document_ids, a new document begins where they start again (transformers' packing).
             past_key_values, cache: two names of the same cache (the first is transformers' older name).
             use_cache: return a cache; default the configuration's in evaluation, no in training.
             document_ids: [B, T], the document of each token in a packed row, -1 for filler. Tokens see
                 earlier tokens of their own document only.
-            schedule: the passes to run; default the training schedule in training mode, otherwise the
-                prefill schedule. One new token per row is always evaluated exactly.
+            schedule: the passes to run; default the configuration's training schedule in training mode,
+                otherwise its prefill schedule. One new token per row is always evaluated exactly.
 
         Returns:
             `last_hidden_state` [B, T, D] after the final norm (zero at padding), and the cache if asked for.
@@ -130,11 +125,6 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if cache is not None and not isinstance(cache, DynamicCache):
-            raise TypeError(
-                f"{type(cache).__name__} is not supported: WhiteMatter caches channels, not layers; "
-                "leave cache_implementation unset or pass a WhiteMatterCache or DynamicCache"
-            )
         if cache is None and use_cache:
             cache = WhiteMatterCache()
         past = None if cache is None else cached_pool(cache, self.config.num_kv_channels)
@@ -155,7 +145,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         document_ids: Tensor | None,
-        schedule: Schedule | None,
+        schedule: Schedule | Converged | None,
         past: tuple[Tensor, Tensor] | None,
         cache: Cache | None,
     ) -> Tensor:
@@ -165,39 +155,47 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             x_BTD = x_BTD.detach().requires_grad_()
         rows, length = x_BTD.shape[:2]
         if schedule is None:
-            schedule = self.training_schedule() if self.training else self.prefill_schedule()
+            config = self.config
+            schedule = config.training_schedule() if self.training else config.prefill_schedule()
         cached = 0 if past is None else past[0].shape[3]
         layout = lay_out(
             rows, length, cached, schedule.period, x_BTD.device, attention_mask, position_ids, document_ids
         )
-        if not torch.is_grad_enabled():
+        if isinstance(schedule, Converged) and layout.width == 1:
+            schedule = Schedule.exact()
+        if isinstance(schedule, Schedule) and not torch.is_grad_enabled():
             schedule = schedule.capped(layout.width)
         x_BWD = layout.to_workspace(x_BTD)
-        result = run_passes(
-            self.layers,
-            self.pool,
-            self.dummy_key,
-            self.dummy_value,
-            x_BWD,
-            rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype),
-            layout.visibility,
-            schedule,
-            past=past,
-            keep_cache=cache is not None,
-            recompute="group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute,
-            measure_residuals=self.measure_residuals,
-        )
+        rotary = rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        recompute = "group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute
+        parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
+        if self.config.feedback and isinstance(schedule, Converged):
+            if torch.is_grad_enabled():
+                raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
+            result = run_until_converged(*parts, x_BWD, rotary, layout.visibility, schedule, past=past)
+        elif self.config.feedback:
+            result = run_passes(
+                *parts,
+                x_BWD,
+                rotary,
+                layout.visibility,
+                schedule,
+                past=past,
+                keep_cache=cache is not None,
+                recompute=recompute,
+                measure_residuals=self.measure_residuals,
+            )
+        else:
+            result = run_feedforward(
+                self.layers, self.pool, x_BWD, rotary, layout.visibility, past=past, recompute=recompute
+            )
         self.residuals = result.residuals
         if cache is not None:
-            new = [
-                layout.to_batch(buffer[:, :, :, 1 + cached :], dim=3)
-                for buffer in (result.keys, result.values)
-            ]
-            append(cache, *new)
+            append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
         return layout.to_batch(self.norm(result.hidden_BWD))
 
 
-class WhiteMatterForCausalLM(WhiteMatterPreTrainedModel, GenerationMixin):
+class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
     """WhiteMatter with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -208,11 +206,6 @@ class WhiteMatterForCausalLM(WhiteMatterPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """The model makes its own cache: k channels instead of L layers."""
-        return False
 
     def forward(
         self,
@@ -225,7 +218,11 @@ class WhiteMatterForCausalLM(WhiteMatterPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         document_ids: Tensor | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | Converged | None = None,
+        prefill: str | None = None,
+        prefill_passes: int | None = None,
+        prefill_groups: int | None = None,
+        prefill_tolerance: float | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -234,8 +231,16 @@ class WhiteMatterForCausalLM(WhiteMatterPreTrainedModel, GenerationMixin):
             labels: [B, T], the input ids again, -100 where no loss is wanted (transformers' convention: the
                 model shifts them); gives the mean cross-entropy as `loss`.
             logits_to_keep: compute logits for the last so many positions, or for these positions; 0 is all.
+            prefill, prefill_passes, prefill_groups, prefill_tolerance: in place of the configuration's fields
+                of these names, for this call; also arguments of `generate` and fields of a GenerationConfig.
             The rest: see WhiteMatterModel.forward.
         """
+        if (prefill, prefill_passes, prefill_groups, prefill_tolerance) != (None,) * 4:
+            if schedule is not None:
+                raise ValueError("give either a schedule or prefill settings, not both")
+            schedule = self.config.prefill_schedule(
+                prefill, prefill_passes, prefill_groups, prefill_tolerance
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

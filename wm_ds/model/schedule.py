@@ -124,4 +124,33 @@ class Schedule:
         return steps
 
 
-__all__ = ["Part", "Schedule", "Step"]
+@dataclass(frozen=True)
+class Converged:
+    """Cyclic passes until the pool stands still, row by row; no fixed number of them, so for evaluation only.
+
+    Attributes:
+        groups: strided groups of a pass.
+        tolerance: a row is done once no entry (a token's vector of one channel and branch) moved by more than
+            this in a pass, relative to its size. ceil(T/groups) passes are exact and therefore the most.
+        relaxation: as in Schedule.
+    """
+
+    groups: int
+    tolerance: float = 1e-3
+    relaxation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"a schedule needs at least one group, not {self.groups}")
+        if not self.tolerance >= 0:
+            raise ValueError(
+                f"the tolerance of a converged prefill is {self.tolerance}; it cannot be negative"
+            )
+
+    @property
+    def period(self) -> int:
+        """See Schedule.period."""
+        return self.groups
+
+
+__all__ = ["Converged", "Part", "Schedule", "Step"]
