@@ -49,6 +49,7 @@ wm_site_setup() {
 : "${WM_MAX_SAME_STEP:=3}"       # crashes at one and the same step that end the job
 : "${WM_HANG_TIMEOUT:=1800}"     # seconds without progress after which all ranks dump their stacks and end
 : "${WM_LEASE_SECONDS:=90}"      # an attempt that did not end by itself must have been silent so long
+: "${WM_CHECK_SECONDS:=45}"      # seconds that the check of the nodes may take
 : "${WM_MIN_RUN_GIB:=50}"        # free space required in the run directory
 : "${WM_MIN_TMP_GIB:=1}"         # free space required in every node's /tmp
 : "${WM_MIN_GPU_GIB:=0}"         # memory required of every GPU

@@ -191,8 +191,9 @@ def test_three_crashes_at_one_step_are_enough(tmp_path):
 @pytest.mark.parametrize("code", [2, EXIT_CHECK_FAILED])
 def test_what_a_person_must_mend_is_retried_only_later(tmp_path, code):
     attempt = claim(tmp_path, lease_s=0)
-    assert decide(attempt, code=code, restarts=0)[:2] == ("exit", code)
-    assert decide(attempt, code=code, restarts=3).action == "requeue"
+    failed = {"check_failed": code == EXIT_CHECK_FAILED}
+    assert decide(attempt, code=code, restarts=0, **failed)[:2] == ("exit", code)
+    assert decide(attempt, code=code, restarts=3, **failed).action == "requeue"
 
 
 def test_the_report_shows_the_first_failures_traceback_once(tmp_path):

@@ -237,7 +237,8 @@ def finish(
     max_crashes: int,
     max_same_step: int,
     restarts: int = 0,
-    skipped: bool = False,
+    not_started: bool = False,
+    check_failed: bool = False,
 ) -> Verdict:
     """Tell how the attempt ended from what it left in the run directory, note it, and decide what follows.
 
@@ -259,11 +260,11 @@ def finish(
                 "exit", EXIT_STOP_FILE, f"stopped at step {step}: remove {run_dir / 'STOP'} to go on"
             )
         return Verdict("requeue", 0, f"stopped at step {step} ({reason})")
-    if srun_code == 0 and skipped:
+    if not_started:
         attempt.record_end(result="stopped", job=job, reason="before the ranks started", clean=True)
         return Verdict("requeue", 0, "stopped before the ranks started")
     failure = attempt.failure() or {}
-    code = int(failure.get("exit_code") or srun_code or 1)
+    code = EXIT_CHECK_FAILED if check_failed else int(failure.get("exit_code") or srun_code or 1)
     step = failure.get("step")
     attempt.record_end(result="crash", job=job, step=step, exit_code=code, clean=False)
     crashes = _crashes(run_dir, job)
@@ -300,6 +301,8 @@ def failure_report(attempt: Attempt, logs: Path, lines: int = 60) -> list[str]:
     """What the main log shows of a crash: who failed first, and that rank's traceback or last lines."""
     failure = attempt.failure()
     report = []
+    if failure and failure.get("exit_code") == EXIT_CHECK_FAILED:
+        return []  # launch_check.py has said it all
     if failure is None:
         return ["no rank left a record of its end: the node or SLURM ended them"]
     rank, kind = failure.get("rank"), failure.get("kind")
@@ -341,7 +344,10 @@ def _main() -> int:
     end.add_argument("--srun-code", type=int, required=True)
     end.add_argument("--max-crashes", type=int, default=5)
     end.add_argument("--max-same-step", type=int, default=3)
-    end.add_argument("--skipped", action="store_true", help="the ranks were not started")
+    end.add_argument(
+        "--not-started", action="store_true", help="the ranks were not started, a stop was asked for"
+    )
+    end.add_argument("--check-failed", action="store_true", help="the check of the nodes ended with an error")
     options = parser.parse_args()
     try:
         if options.command == "claim":
@@ -359,10 +365,12 @@ def _main() -> int:
             max_crashes=options.max_crashes,
             max_same_step=options.max_same_step,
             restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-            skipped=options.skipped,
+            not_started=options.not_started,
+            check_failed=options.check_failed,
         )
         if verdict.code not in (0, EXIT_SUPERSEDED, EXIT_STOP_FILE):
-            print("\n".join(failure_report(attempt, options.run_dir / "logs")), file=sys.stderr)
+            for line in failure_report(attempt, options.run_dir / "logs"):
+                print(line, file=sys.stderr)
         print(verdict.reason, file=sys.stderr)
         print(verdict.action, verdict.code)
         return 0

@@ -24,6 +24,8 @@ from pathlib import Path
 
 ASKED_FOR_CPU = os.environ.get("DS_ACCELERATOR") == "cpu"  # wm_ds.distributed sets it where it finds no GPU
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a node that does not come is our message, not torch's
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -249,16 +251,16 @@ class Check:
                 f"{torch.__version__}, clocks within {max(times) - min(times):.2f} s, "
                 f"first all-reduce {took:.1f} s: fit ({time.monotonic() - started:.1f} s)"
             )
-        self.leave()
+        self.leave(1 if problems else 5)  # with problems there may be ranks that never came
         return EXIT_CHECK_FAILED if problems else 0
 
-    def leave(self) -> None:
-        """Rank 0 holds the store, so it goes last."""
+    def leave(self, seconds: float) -> None:
+        """Rank 0 holds the store, so it goes last: after all others, or `seconds`."""
         assert self.store is not None
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
             self.store.set(f"bye/{self.rank}", "")
             if self.rank == 0:
-                self.store.wait([f"bye/{rank}" for rank in range(self.size)], timedelta(seconds=5))
+                self.store.wait([f"bye/{rank}" for rank in range(self.size)], timedelta(seconds=seconds))
 
 
 def _main() -> int:
