@@ -9,7 +9,6 @@ so do leading spaces, line ends and NUL: decode(encode(text)) == text for every 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def train(texts: Iterable[str], vocab_size: int, eos: str) -> bytes:
             eos_piece=eos,
             bos_id=-1,
             pad_id=-1,
-            num_threads=os.cpu_count() or 1,
+            num_threads=1,  # the same model on every machine
             minloglevel=2,
         )
     except RuntimeError as error:
