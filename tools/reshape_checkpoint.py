@@ -1,0 +1,227 @@
+#!/usr/bin/env python
+"""Look into checkpoints, check them, go back to one, or lay one out anew for another number of ranks.
+
+python tools/reshape_checkpoint.py RUN_DIR --list              # what there is, newest save first
+python tools/reshape_checkpoint.py RUN_DIR --verify            # sizes and sha256 of every file of all
+python tools/reshape_checkpoint.py CHECKPOINT --verify         # of one
+python tools/reshape_checkpoint.py RUN_DIR --rewind 5000       # make step 5000 the latest, set newer aside
+python tools/reshape_checkpoint.py CHECKPOINT --ranks 8 --out NEW_RUN_DIR
+
+Training resumes at any world size and ZeRO stage from any checkpoint as it is. --ranks writes the same state
+into that many fragment files of equal size, one tensor in memory at a time: to merge the thousand files of a
+large run into a few before moving them, or to split one file that many ranks will read at once.
+CHECKPOINT is a directory with a manifest.json, or a run directory, whose latest is then meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from wm_ds.checkpoint_directory import (
+    LATEST,
+    checkpoints_dir,
+    describe,
+    find_latest,
+    leftovers,
+    list_checkpoints,
+    partial_path,
+    publish,
+    step_name,
+)
+from wm_ds.checkpoint_format import (
+    MANIFEST,
+    CheckpointError,
+    Entry,
+    Manifest,
+    Reader,
+    State,
+    read_manifest,
+    replace_file,
+    verify,
+    write_file,
+    write_fragments,
+)
+from wm_ds.engine_state import even_cuts
+
+
+def tell(line: str) -> None:
+    """Progress and remarks; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def list_all(run_dir: Path) -> int:
+    """Print what is in RUN_DIR/checkpoints. Exit code 1 if something there cannot be loaded."""
+    listed = list_checkpoints(run_dir)
+    if not listed and not leftovers(run_dir):
+        raise CheckpointError(f"there are no checkpoints in {checkpoints_dir(run_dir)}")
+    pointer = checkpoints_dir(run_dir) / LATEST
+    named = pointer.read_text().strip() if pointer.is_file() else None
+    print(f"{'checkpoint':24} {'ranks':>5} {'stage':>5} {'MiB':>10}  saved at")
+    for found in listed:
+        if found.problem is not None:
+            print(f"{found.path.name:24} damaged: {found.problem}")
+            continue
+        run = read_manifest(found.path).run
+        mark = f"  <- {LATEST}" if found.path.name == named else ""
+        columns = f"{run['world_size']:>5} {run['zero_stage']:>5} {found.size / 2**20:>10.1f}"
+        print(f"{found.path.name:24} {columns}  {run['saved_at']}{mark}")
+    for path in leftovers(run_dir):
+        print(f"{path.name:24} a save or removal that never ended; the next save removes it")
+    if named is not None and named not in {c.path.name for c in listed}:
+        print(f"`{LATEST}` names {named!r}, which is no checkpoint")
+        return 1
+    return int(any(c.problem for c in listed))
+
+
+def verify_all(path: Path) -> int:
+    """Check one checkpoint, or all of a run directory. Exit code 1 if a file is not as its manifest says."""
+    if not checkpoints_dir(path).is_dir():
+        read_manifest(path)  # a path that holds no checkpoint at all is a mistake, not damage
+    targets = [c.path for c in list_checkpoints(path)] if checkpoints_dir(path).is_dir() else [path]
+    if not targets:
+        raise CheckpointError(describe(path))
+    bad = 0
+    for target in targets:
+        problems = verify(target, lambda line, at=target: tell(f"{at.name}/{line}"))  # type: ignore[misc]
+        print(f"{target}: {'ok' if not problems else 'DAMAGED'}")
+        for problem in problems:
+            print(f"  {problem}")
+        bad += bool(problems)
+    return int(bad > 0)
+
+
+def rewind(run_dir: Path, step: int) -> int:
+    """Make `step` the checkpoint that the run resumes from; later saves are renamed, not removed."""
+    target = checkpoints_dir(run_dir) / step_name(step)
+    if not target.is_dir():
+        raise CheckpointError(f"no checkpoint of step {step}; {describe(run_dir)}")
+    problems = verify(target)
+    if problems:
+        raise CheckpointError(f"step {step} cannot be resumed from: {'; '.join(problems)}")
+    listed = list_checkpoints(run_dir)
+    sequence = next(c.sequence for c in listed if c.path == target)
+    for newer in listed:
+        if newer.sequence > sequence or newer.problem is not None:
+            aside = newer.path.with_name(f"set_aside_{newer.path.name}")
+            newer.path.rename(aside)
+            tell(f"{newer.path.name} is now {aside.name}")
+    replace_file(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n".encode())
+    print(f"the run resumes from {target}")
+    return 0
+
+
+def reshape(source: Path, run_dir: Path, ranks: int) -> int:
+    """Write the state of `source` into `ranks` equal fragment files below `run_dir`, and publish it there."""
+    manifest = read_manifest(source)
+    problems = verify(source, lambda line: tell(f"{source.name}/{line}"))
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    step = int(manifest.run["step"])
+    target = checkpoints_dir(run_dir) / step_name(step)
+    if target.exists():
+        raise CheckpointError(f"{target} exists; give --out another directory")
+    partial = partial_path(run_dir, step, "reshape")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        files = {}
+        tensors = {name: Entry(e.shape, e.role, e.updates) for name, e in manifest.tensors.items()}
+        with Reader(source, manifest) as reader:
+            for rank in range(ranks):
+                name = f"part_{rank:05d}.safetensors"
+                wanted = list(fragments_of(manifest, rank, ranks))
+                for tensor, kind, start, stop in wanted:
+                    dtype = manifest.tensors[tensor].states[kind].dtype
+                    state = tensors[tensor].states.setdefault(kind, State(dtype))
+                    state.fragments.append((name, start, stop))
+                specs = [
+                    (f"{tensor}:{kind}:{start}", dtype_of(manifest, tensor, kind), stop - start)
+                    for tensor, kind, start, stop in wanted
+                ]
+                files[name] = write_fragments(partial / name, specs, read_all(reader, wanted))
+                tell(f"{name}: {files[name]['size'] / 2**20:.1f} MiB")
+        for name in manifest.files:  # client state and every rank's generators stay as they are
+            if name.endswith(".json"):
+                files[name] = write_file(partial / name, (source / name).read_bytes())
+        new = Manifest(manifest.run, tensors, manifest.tied, files)
+        new.check_coverage()
+        print(publish(run_dir, partial, step, new, fence=lambda: None))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return 0
+
+
+def fragments_of(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[str, str, int, int]]:
+    """What goes into file `rank`: of each kind of state an equal part of all tensors laid end to end."""
+    kinds = dict.fromkeys(kind for entry in manifest.tensors.values() for kind in entry.states)
+    for kind in kinds:
+        numels = {name: entry.numel for name, entry in manifest.tensors.items() if kind in entry.states}
+        for name, (start, stop) in even_cuts(numels, rank, ranks).items():
+            if start < stop:
+                yield name, kind, start, stop
+
+
+def dtype_of(manifest: Manifest, name: str, kind: str) -> torch.dtype:
+    return getattr(torch, manifest.tensors[name].states[kind].dtype)
+
+
+def read_all(reader: Reader, wanted: list[tuple[str, str, int, int]]) -> Iterator[torch.Tensor]:
+    """The fragments one after another, each in memory alone."""
+    for name, kind, start, stop in wanted:
+        part = torch.empty(stop - start, dtype=dtype_of(reader.manifest, name, kind))
+        reader.read_into(part, name, kind, start)
+        yield part
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `path` means."""
+    if (path / MANIFEST).is_file() or not checkpoints_dir(path).is_dir():
+        return path
+    found = find_latest(path, tell)
+    if found is None:
+        raise CheckpointError(describe(path))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", action="store_true", help="list the checkpoints of a run")
+    action.add_argument("--verify", action="store_true", help="check every file against its sha256")
+    action.add_argument("--rewind", type=int, metavar="STEP", help="make this step the latest")
+    action.add_argument("--ranks", type=int, metavar="N", help="write the checkpoint as N files, see --out")
+    parser.add_argument("--out", type=Path, metavar="RUN_DIR", help="where --ranks writes to")
+    options = parser.parse_args(argv)
+    if (options.ranks is None) != (options.out is None):
+        parser.error("--ranks and --out go together")
+    if options.ranks is not None and options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}, must be 1 or more")
+    try:
+        if not options.path.exists():
+            raise CheckpointError(f"{options.path} does not exist")
+        if options.list:
+            return list_all(options.path)
+        if options.verify:
+            return verify_all(options.path)
+        if options.rewind is not None:
+            return rewind(options.path, options.rewind)
+        return reshape(checkpoint_at(options.path), options.out, options.ranks)
+    except (CheckpointError, OSError) as error:
+        tell(f"error: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
