@@ -18,7 +18,9 @@ PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
 # DeepSpeed's compiled helper lies in one fixed folder per user (see wm_ds/distributed.py), not here.
 BUILT := $(VENV)/.built-$(PIN)
-export PYTHONPATH := $(CURDIR)
+
+# When this make began, so that the demo's summary can count the installation in.
+export DEMO_STARTED := $(shell date +%s)
 
 .PHONY: demo test lint clean distclean install
 .DELETE_ON_ERROR:

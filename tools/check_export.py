@@ -1,0 +1,77 @@
+"""Load an exported folder in a process that cannot import wm_ds, compare its logits, and complete prompts.
+
+    python tools/check_export.py DIR [--against RUN_OR_CHECKPOINT] [--prompt TEXT ...] [--tokens 40]
+
+With --against, the logits that the folder computes are compared with those of the training stack's own model,
+built from the checkpoint's fp32 masters in the folder's dtype.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from wm_ds import standalone, trained
+from wm_ds.checkpoint_format import CheckpointError
+from wm_ds.config import ConfigError
+from wm_ds.export import TOLERANCE, ExportError, load_apart
+from wm_ds.shards import ShardError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--against", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="complete it; repeatable"
+    )
+    parser.add_argument("--tokens", type=int, default=40, help="to add to each prompt (default 40)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    args = parser.parse_args()
+    try:
+        folder = trained.find(args.folder)
+        if folder.run_dir is not None:
+            raise ExportError(f"{args.folder} is not an exported folder")
+        result = compare(folder, args)
+    except (ExportError, trained.TrainedError, CheckpointError, ConfigError, ShardError) as error:
+        sys.exit(f"error: {error}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+
+
+def compare(folder: trained.Trained, args: argparse.Namespace) -> dict:
+    config = folder.hf_config()
+    generator = torch.Generator().manual_seed(1)
+    length = min(64, config.max_position_embeddings)
+    tokens = torch.randint(config.vocab_size, (2, length), generator=generator).tolist()
+    request = {"tokens": tokens, "prompts": args.prompt, "prompt_tokens": args.tokens}
+    tensors, printed = load_apart(args.folder, request)
+    print(f"loaded {args.folder} as {printed['class']} in {printed['dtype']}, in a process without wm_ds")
+    result = {"class": printed["class"], "dtype": printed["dtype"], "texts": printed["texts"]}
+    if args.against:
+        dtype = getattr(torch, printed["dtype"].removeprefix("torch."))
+        source = trained.find(args.against, args.step)
+        model = source.load(dtype)
+        ours = standalone.probe(model, tokens, 0)["logits"]
+        difference = (ours - tensors["logits"]).abs().max().item()
+        allowed = TOLERANCE[dtype] * max(1.0, ours.abs().max().item())
+        print(
+            f"{ours.numel():,} logits differ from {source.path} by {difference:.1e}, {allowed:.1e} is allowed"
+        )
+        if not difference <= allowed:
+            raise ExportError(f"{args.folder} is not the model of {source.path}")
+        result["difference"] = difference
+    for text in printed["texts"]:
+        print(f"--- {text}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

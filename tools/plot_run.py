@@ -1,0 +1,153 @@
+"""Draw the curves of one or several runs from their metrics.jsonl.
+
+    python tools/plot_run.py RUN [RUN ...] [--output curves.png] [--x tokens|step]
+
+Panels: loss (training, held out), learning rate, gradient norm, throughput, and for WhiteMatter the residual
+of each pass. Several runs are overlaid; a dotted line marks where a run was resumed. Steps that ran twice,
+because a run was killed after its last checkpoint, are drawn once, as the later attempt had them.
+"""
+
+import argparse
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from wm_ds.trained import read_metrics
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--output", type=Path, help="PNG to write (default RUN/curves.png of the first run)")
+    parser.add_argument("--x", choices=("tokens", "step"), default="tokens")
+    parser.add_argument("--text", action="store_true", help="also sketch the loss on the terminal")
+    args = parser.parse_args()
+    runs = {}
+    for run in args.runs:
+        rows = read_metrics(run / "metrics.jsonl")
+        if not [row for row in rows if "loss" in row]:
+            sys.exit(f"error: {run / 'metrics.jsonl'} is missing or has no step yet")
+        name = run.name if len({r.name for r in args.runs}) == len(args.runs) else str(run)
+        runs[name] = place(rows)
+    output = args.output or args.runs[0] / "curves.png"
+    try:
+        draw(runs, args.x, output)
+    except OSError as error:
+        sys.exit(f"error: {output}: {error.strerror}")
+    if args.text:
+        for name, rows in runs.items():
+            print(sketch(series(rows, "loss", args.x), f"training loss of {name} over {args.x}"))
+    print(output)
+
+
+def place(rows: Rows) -> Rows:
+    """Give the rows of evaluations, which say only their step, the number of tokens at that step."""
+    tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
+    return [{"tokens": tokens.get(row["step"]), **row} for row in rows]
+
+
+def series(rows: Rows, key: str, x: str) -> list[tuple[float, float]]:
+    """(x, value) where the value is a finite number; anything else (a skipped step's "nan") is a gap."""
+    found = [(row.get(x), row.get(key)) for row in rows]
+    return [
+        (a, b)
+        for a, b in found
+        if isinstance(a, int | float) and isinstance(b, int | float) and math.isfinite(b)
+    ]
+
+
+def resumed(rows: Rows, x: str) -> list[float]:
+    """Where a later attempt takes over."""
+    steps = [row for row in rows if "loss" in row and row.get(x) is not None]
+    return [before[x] for before, row in pairwise(steps) if row.get("attempt") != before.get("attempt")]
+
+
+def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
+    """One series for each pass, from rows with a list of residuals."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for number, value in enumerate(row.get("residuals") or []):
+            if isinstance(value, int | float) and value > 0 and row.get(x) is not None:
+                found.setdefault(f"pass {number + 1}", []).append((row[x], value))
+    return found
+
+
+def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [("loss", "loss (nats per token)"), ("lr", "learning rate"), ("grad_norm", "gradient norm")]
+    panels += [("tokens_per_s", "tokens per second")]
+    with_residuals = any(residuals(rows, x) for rows in runs.values())
+    figure, axes = pyplot.subplots(
+        1, len(panels) + with_residuals, figsize=(4.6 * (len(panels) + with_residuals), 3.6)
+    )
+    for index, (name, rows) in enumerate(runs.items()):
+        color = f"C{index}"
+        for axis, (key, title) in zip(axes, panels):
+            points = series(rows, key, x)
+            axis.plot(*zip(*points), color=color, linewidth=1, alpha=0.85, label=name)
+            axis.set_title(title, fontsize=10)
+            for at in resumed(rows, x):
+                axis.axvline(at, color=color, linestyle=":", linewidth=1)
+        held_out = series(rows, "holdout_loss", x)
+        if held_out:
+            axes[0].plot(
+                *zip(*held_out),
+                "o-",
+                color=color,
+                markersize=4,
+                markerfacecolor="white",
+                label=f"{name}, held out",
+            )
+        if with_residuals:
+            for shade, (label, points) in enumerate(residuals(rows, x).items()):
+                style = ["-", "--", "-.", ":"][shade % 4]
+                axes[-1].plot(*zip(*points), style, color=color, linewidth=1, label=f"{name}, {label}")
+            axes[-1].set_title("residual of each pass", fontsize=10)
+            axes[-1].set_yscale("log")
+            axes[-1].legend(fontsize=7)
+    axes[0].legend(fontsize=7)
+    for axis in axes:
+        axis.set_xlabel(x, fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+
+
+def sketch(points: list[tuple[float, float]], title: str, width: int = 64, height: int = 10) -> str:
+    """A curve in characters: the mean of each column's points."""
+    left, right = points[0][0], points[-1][0]
+    columns: list[list[float]] = [[] for _ in range(width)]
+    for at, value in points:
+        columns[min(width - 1, int((at - left) / max(right - left, 1e-9) * width))].append(value)
+    means = [sum(column) / len(column) if column else None for column in columns]
+    known = [mean for mean in means if mean is not None]
+    top, bottom = max(known), min(known)
+    lines = [f"{title}"]
+    for level in range(height, -1, -1):
+        value = bottom + (top - bottom) * level / height
+        marks = [
+            "•" if m is not None and round((m - bottom) / max(top - bottom, 1e-9) * height) == level else " "
+            for m in means
+        ]
+        lines.append(f"{value:8.3f} │{''.join(marks).rstrip()}")
+    lines.append(f"{'':8} └{'─' * width}")
+    lines.append(f"{'':10}{left:<{width // 2},.0f}{right:>{width // 2},.0f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
