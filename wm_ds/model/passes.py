@@ -239,28 +239,22 @@ def _plan(
     needed only if that lies beyond i. A relaxed write reads the old entry, too: that is needed as much as the
     new one. Returns the pooling of the start (in pieces as large as the largest step) and the steps.
     """
-    steps = schedule.steps(length)
-    reach = torch.full((length,), length if keep_cache else -1, device="cpu")
-    index = torch.arange(length, device="cpu")
+    # Plain lists: the model also runs on meta and fake tensors, which have no values to decide by.
+    reach = [length if keep_cache else -1] * length
     work: list[tuple[_Work, ...]] = []
+    steps = schedule.steps(length)
     for parts in reversed(steps):
         planned = []
         for part in parts:
-            at = columns(part.positions)
-            planned.append(
-                _Work(
-                    part.positions,
-                    part.turn,
-                    bool((reach[at] > index[at]).any()),
-                    part.turn == schedule.passes - 1,
-                )
-            )
+            needed = any(reach[i] > i for i in part.positions)
+            planned.append(_Work(part.positions, part.turn, needed, part.turn == schedule.passes - 1))
         for part in parts:
             if part.turn == 0 or schedule.relaxation == 1.0:
-                reach[columns(part.positions)] = -1
-        reach.clamp_(min=max(part.positions[-1] for part in parts))
+                reach[columns(part.positions)] = [-1] * len(part.positions)
+        furthest = max(part.positions[-1] for part in parts)
+        reach = [max(old, furthest) for old in reach]
         work.append(tuple(planned))
-    unread = torch.nonzero(reach > index).flatten().tolist()
+    unread = [i for i in range(length) if reach[i] > i]
     start = []
     if unread:
         piece = max(len(part.positions) for parts in steps for part in parts)
