@@ -57,8 +57,8 @@ wm_site_setup() {
 # --- What the ranks see ---------------------------------------------------------------------------------------
 export WM_HANG_TIMEOUT WM_LEASE_SECONDS
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-# DeepSpeed's compiled extensions: one folder that all nodes see, filled once by `make install` on a login node.
-export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.cache/torch_extensions}"
+# DeepSpeed's compiled extensions; default: a folder in ~/.cache/wm_ds, filled by `make install` on a login node.
+# export TORCH_EXTENSIONS_DIR=/shared/wm_ds/extensions     # where home is not the same on all nodes
 if [ -n "$WM_SOCKET_INTERFACE" ]; then
   export NCCL_SOCKET_IFNAME="$WM_SOCKET_INTERFACE" GLOO_SOCKET_IFNAME="$WM_SOCKET_INTERFACE"
 fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -42,6 +43,7 @@ class Metrics:
         if not active:
             return
         folder = Path(config.run.dir)
+        self._seen_step = last_step(folder / "metrics.jsonl")
         # Append, line by line: an earlier attempt's rows stay, and a kill costs at most a half line, which
         # readers drop.
         self._file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
@@ -85,6 +87,8 @@ class Metrics:
             "step_s": round(step_s, 4),
             "time": {"data": round(data_s, 4), **{k: round(v, 4) for k, v in result.seconds.items()}},
         }
+        if result.step <= self._seen_step:  # a kill after the last checkpoint: these steps are taken again
+            row["replayed"] = True
         for name, per_token in self.flops.items():
             row[name] = round(tokens_per_s * per_token, 4)
         for name in ("skipped", "spike"):
@@ -204,6 +208,17 @@ def duration(seconds: float) -> str:
     if s >= 3600:
         return f"{s // 3600}h {s % 3600 // 60:02d}m"
     return f"{s // 60}m {s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+def last_step(path: Path) -> int:
+    """The highest step that has a row in `metrics.jsonl`, 0 where there is none. Half lines are skipped."""
+    highest = 0
+    if path.is_file():
+        with open(path) as lines:
+            for line in lines:
+                if found := re.search(r'"step": (\d+), "loss"', line):
+                    highest = max(highest, int(found[1]))
+    return highest
 
 
 def _number(value: float) -> float | str:
