@@ -47,7 +47,8 @@ wm_site_setup() {
 : "${WM_GRACE_SECONDS:=180}"     # asked to stop so long before the time limit; one step and one checkpoint must fit
 : "${WM_MAX_CRASHES:=5}"         # crashes of one job that are followed by another start
 : "${WM_MAX_SAME_STEP:=3}"       # crashes at one and the same step that end the job
-: "${WM_HANG_TIMEOUT:=1800}"     # seconds without progress after which all ranks dump their stacks and end
+: "${WM_HANG_TIMEOUT:=1200}"     # seconds without a step after which all ranks dump their stacks and end;
+                                 # a checkpoint or an evaluation must fit, and run.timeout_minutes be more
 : "${WM_LEASE_SECONDS:=90}"      # an attempt that did not end by itself must have been silent so long
 : "${WM_CHECK_SECONDS:=45}"      # seconds that the check of the nodes may take
 : "${WM_MIN_RUN_GIB:=50}"        # free space required in the run directory

@@ -98,6 +98,16 @@ def test_an_exception_is_noted_and_ends_the_process_at_once(tmp_path):
     assert (failure["rank"], failure["kind"], failure["step"]) == (1, "exception", 3)
 
 
+def test_a_rank_that_waits_for_a_dead_one_ends(tmp_path):
+    attempt = claim(tmp_path)
+    body = "import wm_ds.watchdog as w\nw.FAILURE_GRACE_S = 1\nwhile True:\n    dog.beat(1)\n"
+    child = launch(tmp_path, body)
+    attempt.record_failure(rank=1, exit_code=137)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == 1
+    assert "another rank of attempt 1 has failed" in errors
+
+
 def test_usr2_dumps_the_stacks_and_goes_on(tmp_path):
     claim(tmp_path)
     child = launch(tmp_path, "def at_work():\n    time.sleep(1)\nat_work()\nprint('went on')\n")

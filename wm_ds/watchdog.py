@@ -7,6 +7,7 @@ with a message about the collective. The stacks of all ranks are what tells why,
   write them to their own logs within seconds, and the run ends with exit code 71;
 - an exception that nobody catches is noted as the attempt's first failure before anything is torn down, and
   the process ends at once: clean-up code of a broken run may itself wait for the other ranks;
+- a rank that still waits some seconds after another one has failed ends too: on GPUs nothing else wakes it;
 - a rank whose attempt has been superseded ends with exit code 70;
 - SIGUSR2 dumps this rank's stacks and the run goes on.
 
@@ -27,12 +28,13 @@ from types import TracebackType
 
 from wm_ds.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
 
-DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
+FAILURE_GRACE_S = 10.0
 NOTE_DELAY_S = 2.0
 
 
 def configured_timeout_s() -> float:
-    """Seconds without progress after which a run counts as hung: WM_HANG_TIMEOUT, else half an hour."""
+    """Seconds without progress after which a run counts as hung: WM_HANG_TIMEOUT, else twenty minutes."""
     return float(os.environ.get("WM_HANG_TIMEOUT") or DEFAULT_TIMEOUT_S)
 
 
@@ -61,6 +63,7 @@ class Watchdog:
         self._touches = local_rank == 0  # one rank per node is enough to say that the attempt lives
         self._beat = time.monotonic()
         self._armed = 0.0
+        self._failure_seen: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._progress: int | None = None
@@ -121,6 +124,11 @@ class Watchdog:
             self._dump(f"no progress for {silence:.0f} s, the limit is {self.timeout_s:g} s")
         if self.attempt.path("hang").exists():
             self._dump("another rank reported a hang")
+        if self.attempt.path("failure").exists():
+            self._failure_seen = self._failure_seen or time.monotonic()
+            if time.monotonic() - self._failure_seen > FAILURE_GRACE_S:
+                self._say(f"another rank of attempt {self.attempt.number} has failed: this rank ends")
+                os._exit(1)
 
     def _dump(self, why: str) -> None:
         """Write all stacks, leave the other ranks the time to do the same, and end."""

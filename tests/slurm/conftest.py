@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TEST_DEADLINE_S = 240  # of one test, whatever it waits for
+DEADLINE_S = 240  # of one test, whatever it waits for; a module may have its own
 
 
 class Cluster:
@@ -126,6 +126,19 @@ class Cluster:
         found = (self.run_dir / "logs").glob(f"*.{attempt:04d}.rank*.log")
         return {int(path.name[-7:-4]): path.read_text() for path in found}
 
+    def pid_of_rank(self, rank: int) -> int:
+        """The python process of a rank of this test's run."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                program = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            mine = {f"RANK={rank}".encode(), f"WM_RUN_DIR={self.run_dir}".encode()} <= set(variables)
+            if mine and b"python" in program.split(b"\0")[0]:
+                return int(folder.name)
+        raise LookupError(f"no process of rank {rank}")
+
     def node(self, action: str, name: str, *arguments: str) -> None:
         """`startnode` or `stopnode` of the cluster script."""
         subprocess.run(
@@ -155,16 +168,17 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     if "SLURM_DEV_ROOT" not in os.environ:
         pytest.skip("needs the test cluster: run `make test-slurm` (root, Debian's SLURM packages)")
 
     def too_late(*_: object) -> None:
-        pytest.fail(f"not over after {TEST_DEADLINE_S} s\n{made.everything()}")
+        pytest.fail(f"not over after {deadline} s\n{made.everything()}")
 
+    deadline = getattr(request.module, "DEADLINE_S", DEADLINE_S)
     made = Cluster(tmp_path)
     signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(TEST_DEADLINE_S)
+    signal.alarm(deadline)
     yield made
     signal.alarm(0)
     made.clear()

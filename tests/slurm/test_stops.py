@@ -1,5 +1,7 @@
 """A job that is preempted, reaches its time limit, is cancelled, or is told to stop, on the real cluster."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -63,6 +65,20 @@ def test_usr1_sent_while_the_ranks_are_starting_is_not_lost(cluster):
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     cluster.wait("requeue", lambda: cluster.job(job)["Restarts"] == "1", 60)
     assert cluster.attempts()[0]["result"] == "stopped"
+
+
+@pytest.mark.parametrize("receiver", ["the step", "one rank"])
+def test_usr1_that_does_not_reach_the_batch_script(cluster, receiver):
+    job = cluster.train("steps=40", "step_s=0.2", "save_every=1000")
+    cluster.wait_step(5)
+    if receiver == "the step":
+        cluster.call("scancel", "--signal=USR1", f"{job}.1")
+    else:
+        os.kill(cluster.pid_of_rank(3), signal.SIGUSR1)
+    assert cluster.wait_end(job)["Restarts"] == "1"
+    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
+    assert [row["step"] for row in cluster.metrics()] == list(range(1, 41))
+    assert cluster.losses() == pytest.approx(expected_losses(40), rel=1e-12)
 
 
 def test_scancel_stays_cancelled(cluster):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slurm
+DEADLINE_S = 420  # four ranks that import torch and DeepSpeed on two busy cores
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "tests/slurm/tiny.yaml"
 STEPS = 20
@@ -73,15 +74,23 @@ def test_pack_train_export_evaluate(cluster, texts, finished, tmp_path_factory):
     real(cluster)
     del cluster.env["WM_CHECK_MODULE"]
     data = tmp_path_factory.mktemp("packed") / "data"
-    pack = [f"--pack={argument}" for argument in PACK]
+    inputs = [str(texts / "a.txt"), str(texts / "b.txt")]
     jobs = submit(
-        cluster, "--input", str(texts / "a.txt"), "--input", str(texts / "b.txt"), "--tokenizer", str(texts / "tokenizer"),
-        *pack, "--data", str(data), "--evaluate", "perplexity", "--evaluate", str(cluster.run_dir),
-        "--evaluate", f"--json={cluster.run_dir}/perplexity.json", "--evaluate=--exact=1", CONFIG, f"steps={STEPS}",
-    )  # fmt: skip
+        cluster,
+        *(f"--input={path}" for path in inputs),
+        f"--tokenizer={texts}/tokenizer",
+        *(f"--pack={argument}" for argument in PACK),
+        f"--data={data}",
+        "--evaluate=perplexity",
+        f"--evaluate={cluster.run_dir}",
+        f"--evaluate=--json={cluster.run_dir}/perplexity.json",
+        "--evaluate=--exact=1",
+        CONFIG,
+        f"steps={STEPS}",
+    )
     assert list(jobs) == ["pack", "merge", "train", "export", "evaluate"]
     for stage, job in jobs.items():
-        assert cluster.wait_end(job, 200)["JobState"] == "COMPLETED", stage
+        assert cluster.wait_end(job, 300)["JobState"] == "COMPLETED", stage
     assert "launch check: 2 nodes, 4 ranks (CPU)" in train_log(cluster, jobs["train"])
     steps = [row["step"] for row in cluster.metrics() if "loss" in row]
     assert steps == list(range(1, STEPS + 1))
@@ -119,12 +128,12 @@ def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster,
         f"steps={STEPS}",
         "checkpoint.every=1000",
     )
-    cluster.wait_step(6, 120)
+    cluster.wait_step(6, 200)
     urgent = cluster.sbatch(
         "-p", "urgent", "--nodes=4", "--exclusive", "--time=1", "-o", "/dev/null", "--wrap", "sleep 1"
     )
     assert cluster.wait_end(urgent)["JobState"] == "COMPLETED"
-    ended = cluster.wait_end(jobs["train"], 150)
+    ended = cluster.wait_end(jobs["train"], 240)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
     assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
     rows = [row for row in cluster.metrics() if "loss" in row]
@@ -139,7 +148,7 @@ def test_a_rank_that_raises(cluster, finished):
     real(cluster)
     cluster.env.update(WM_TRAIN_MODULE="faulty_train", FAULT="raise:2:4", WM_MAX_CRASHES="0")
     jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}")
-    ended = cluster.wait_end(jobs["train"], 120)
+    ended = cluster.wait_end(jobs["train"], 240)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
     log = train_log(cluster, jobs["train"])
     assert log.count("ZeroDivisionError: the planted fault") == 1
@@ -152,7 +161,7 @@ def test_a_killed_rank_is_replaced_and_the_losses_are_the_same(cluster, finished
     real(cluster)
     cluster.env.update(WM_TRAIN_MODULE="faulty_train", FAULT="kill:3:8")
     jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}", f"steps={STEPS}")
-    ended = cluster.wait_end(jobs["train"], 200)
+    ended = cluster.wait_end(jobs["train"], 300)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
     assert [(end["result"], end.get("exit_code")) for end in cluster.attempts()] == [
         ("crash", 137),
@@ -173,7 +182,7 @@ def test_a_rank_that_hangs(cluster, finished):
         WM_TRAIN_MODULE="faulty_train", FAULT="hang:1:4", WM_MAX_CRASHES="0", WM_HANG_TIMEOUT="15"
     )
     jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}")
-    ended = cluster.wait_end(jobs["train"], 150)
+    ended = cluster.wait_end(jobs["train"], 240)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "71:0")
     logs = cluster.rank_logs(1)
     for rank in range(4):
@@ -187,15 +196,20 @@ def test_a_failed_slice_cancels_what_waits_for_it(cluster, texts):
     bad = cluster.folder / "bad.jsonl"
     bad.write_text('{"text": "good"}\n' * 2000 + "not JSON\n")
     jobs = submit(
-        cluster, "--input", str(bad), "--tokenizer", str(texts / "tokenizer"), "--data", str(cluster.folder / "data"),
-        "--pack=--seq-len=32", "--pack=--shard-bytes=10000", CONFIG,
-    )  # fmt: skip
+        cluster,
+        f"--input={bad}",
+        f"--tokenizer={texts}/tokenizer",
+        f"--data={cluster.folder}/data",
+        "--pack=--seq-len=32",
+        "--pack=--shard-bytes=10000",
+        CONFIG,
+    )
     states = {stage: cluster.wait_end(job, 90)["JobState"] for stage, job in jobs.items() if stage != "pack"}
     assert states == dict.fromkeys(("merge", "train", "export", "evaluate"), "CANCELLED")
     slices = cluster.call("scontrol", "show", "job", "-o", jobs["pack"])
     assert sorted(re.findall(r"JobState=(\w+)", slices)) == ["COMPLETED", "FAILED"]
     logs = "".join(path.read_text() for path in (cluster.run_dir / "logs").glob("pack-*.log"))
-    assert re.search(r"error: \S*bad.jsonl.*2001", logs)
+    assert re.search(r"error: .*bad\.jsonl", logs)
     assert not (cluster.run_dir / "attempts").exists()
     time.sleep(1)
     assert not cluster.call("squeue", "-h").strip()
