@@ -1,5 +1,6 @@
 # make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
 # make test      the tests                 ARGS="tests/test_export.py -x" passes arguments to pytest
+# make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
 # make lint      formatting, lint, type hints
 # make clean     removes what make demo and make test made, except .venv; make distclean removes that too
 #
@@ -22,7 +23,7 @@ BUILT := $(VENV)/.built-$(PIN)
 # When this make began, so that the demo's summary can count the installation in.
 export DEMO_STARTED := $(shell date +%s)
 
-.PHONY: demo test lint clean distclean install
+.PHONY: demo test test-slurm lint clean distclean install
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
@@ -30,6 +31,10 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+# Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
+test-slurm: $(BUILT)
+	@tests/slurm/cluster.sh build/slurm run $(VENV)/bin/python -m pytest -m slurm tests/slurm $(ARGS)
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/ruff check .
