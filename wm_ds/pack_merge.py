@@ -45,6 +45,8 @@ def merge(root: Path, *, verify: bool, report: Callable[[int], None] | None = No
             f"(empty: {counts['empty']}, bad: {dict(_summed(record['bad'] for record in records))})"
         )
     manifest = _manifest(root, plan, records, filled)
+    for leftover in root.glob("*.tmp-*"):  # of killed attempts; nobody packs any more
+        shards.remove(leftover)
     shards.write_json(root / shards.MANIFEST, manifest)
     return manifest
 

@@ -64,6 +64,14 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
+def remove(path: Path) -> None:
+    """Remove a file or folder; what is gone already is fine."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
