@@ -52,7 +52,7 @@ class WhiteMatterConfig(PreTrainedConfig):
     """
 
     model_type = "whitematter"
-    keys_to_ignore_at_inference = ("past_key_values", "cache")
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 (transformers wants a list)
 
     def __init__(
         self,
@@ -166,7 +166,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         if not self.feedback and (self.routing == "fixed" or self.router_init in ("top", "shifted")):
             raise ValueError(
                 f"feedback: false cannot start from routing {self.routing!r} with router_init "
-                f"{self.router_init!r}, which reads layers above the channel's own; use router_init 'auto' and a learned routing"
+                f"{self.router_init!r}, which reads layers above the channel's own; use router_init "
+                "'auto' and a learned routing"
             )
         if not self.feedback and self.num_kv_channels != self.num_hidden_layers:
             raise ValueError(
@@ -210,5 +211,23 @@ class WhiteMatterConfig(PreTrainedConfig):
         """The layers whose states the router reads, ascending (L' of them)."""
         return sorted(range(self.num_hidden_layers - 1, -1, -self.router_stride))
 
+
+# Not code: transformers looks for lines like these. This is the first file of an exported folder that it
+# reads; it copies the files named here along with it, and tells two exports in folders of one name apart by their
+# content. Old versions follow the names no further than this, so every file of the package is here.
+_FILES = """
+from .attention import *
+from .blocks import *
+from .cache import *
+from .converge import *
+from .feedforward import *
+from .generation import *
+from .layout import *
+from .modeling import *
+from .passes import *
+from .pool import *
+from .schedule import *
+from .tape import *
+"""
 
 __all__ = ["WhiteMatterConfig"]

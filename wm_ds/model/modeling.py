@@ -138,6 +138,9 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             last_hidden_state=hidden_BTD, **{CACHE_FIELD: cache if use_cache else None}
         )
 
+    # The passes are loops over ranges with custom backward functions; tracing them gains nothing and breaks.
+    # Blocks can still be compiled: `for layer in model.layers: layer.compile()`.
+    @torch.compiler.disable
     def _run(
         self,
         input_ids: Tensor | None,
