@@ -1,0 +1,106 @@
+"""The paper's runs as files: sizes counted on the meta device, and every number that the paper states."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wm_ds.build import build_model, model_config
+from wm_ds.config import Config, load, to_steps
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+# Non-embedding parameters: 51.9 M, 54.1 M and 50.6 M in the paper, to the unit by adding up the shapes.
+MAIN = {
+    "paper_vanilla_16l": 51_924_480,
+    "paper_vanilla_24l": 77_886_464,
+    "paper_vanilla_32l": 103_848_448,
+    "paper_wm_k16": 54_064_128,
+    "paper_wm_k8": 50_642_432,
+}
+SWEEP = {
+    "sweep_vanilla": 51_924_480,
+    "sweep_k1": 47_648_448,
+    "sweep_k2": 48_076_160,
+    "sweep_k4": 48_931_584,
+    "sweep_k8": 50_642_432,
+    "sweep_k12": 52_353_280,
+    "sweep_k16": 54_064_128,
+}
+
+
+def non_embedding(config: Config, seq_len: int = 2048) -> int:
+    with torch.device("meta"):
+        hf_config = model_config(config.model, vocab_size=151_936, seq_len=seq_len, eos_id=151_643)
+        lm = build_model(hf_config, seed=0)
+    assert {weight.device.type for weight in lm.parameters()} == {"meta"}
+    outside = ("embed_tokens", "lm_head")
+    return sum(w.numel() for name, w in lm.named_parameters() if not any(part in name for part in outside))
+
+
+def by_hand(k: int, layers: int = 16) -> int:
+    """WhiteMatter at D=512, I=1536, 6 and 3 heads of 96, p=2."""
+    block = 2 * 512 * 576 + 3 * 512 * 1536 + 2 * 512 + 96
+    branch = layers * 512 + k * layers * (layers // 2 * 512) + k * layers + k * 512 + k * 288 * 512
+    return layers * block + 2 * branch + k * 96 + 2 * k * 288 + 512
+
+
+@pytest.mark.parametrize("name", [*MAIN, *SWEEP])
+def test_size(name: str) -> None:
+    want = (MAIN | SWEEP)[name]
+    assert non_embedding(load(CONFIGS / f"{name}.yaml")) == want
+    if "k" in name.split("_")[-1]:
+        assert want == by_hand(int(name.split("k")[-1]))
+
+
+@pytest.mark.parametrize("name", [*MAIN, *SWEEP, "paper_exact_4l"])
+def test_recipe(name: str) -> None:
+    config = load(CONFIGS / f"{name}.yaml")
+    m, o = config.model, config.optim
+    assert (m.hidden_size, m.intermediate_size) == (512, 1536)
+    assert (m.num_attention_heads, m.num_key_value_heads, m.head_dim) == (6, 3, 96)
+    assert (o.name, o.momentum, o.ns_steps, o.betas) == ("muon", 0.95, 5, (0.9, 0.95))
+    assert (o.lr, o.weight_decay, o.clip, o.clip_rule) == (3e-4, 0.1, 1.0, "local")
+    assert (o.warmup, o.schedule, o.floor) == ("2%", "cosine", 0.1)
+    assert config.precision == "autocast"
+    assert config.run.dir == f"runs/{name}"
+    assert (CONFIGS.parent / config.deepspeed).exists()
+    assert config.batch.accumulation(8) >= 1
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_length_of_the_main_runs(name: str) -> None:
+    config = load(CONFIGS / f"{name}.yaml")
+    assert (config.batch.global_batch, config.steps) == (128, 30_518)
+    assert round(128 * 2048 * config.steps / 1e9, 1) == 8.0
+    assert to_steps("warmup", config.optim.warmup, config.steps, 128 * 2048) == 610
+
+
+@pytest.mark.parametrize("name", SWEEP)
+def test_length_of_the_sweep(name: str) -> None:
+    config = load(CONFIGS / f"{name}.yaml")
+    assert (config.batch.global_batch, config.steps) == (8, 20_000)
+    assert round(8 * 2048 * config.steps / 1e6, 1) == 327.7
+
+
+@pytest.mark.parametrize("name", [name for name in [*MAIN, *SWEEP] if "vanilla" not in name])
+def test_whitematter_runs_one_pass_without_and_two_with_gradient_in_eight_groups(name: str) -> None:
+    m = load(CONFIGS / f"{name}.yaml").model
+    assert (m.num_hidden_layers, m.router_stride, m.num_groups) == (16, 2, 8)
+    assert (m.no_grad_passes, m.grad_passes) == (1, 2)
+    assert m.num_kv_channels == int(name.split("k")[-1])
+
+
+def test_the_controlled_model_is_trained_exactly() -> None:
+    """§4.4: as many groups as tokens, one pass."""
+    config = load(CONFIGS / "paper_exact_4l.yaml")
+    m = config.model
+    assert (m.num_hidden_layers, m.num_kv_channels, m.hidden_size) == (4, 4, 512)
+    assert (m.num_groups, m.no_grad_passes, m.grad_passes) == (1024, 0, 1)
+    assert (config.batch.global_batch, config.steps) == (96, 800)
+    assert round(96 * 1024 * 800 / 1e6, 1) == 78.6
+    hf_config = model_config(m, vocab_size=151_936, seq_len=1024, eos_id=None)
+    schedule = hf_config.training_schedule()
+    assert [sorted(i for part in step for i in part.positions) for step in schedule.steps(1024)] == [
+        [i] for i in range(1024)
+    ]

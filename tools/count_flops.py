@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""FLOPs per token of training, prefill and decoding: the paper's Table 2, from the models as built.
+
+    python tools/count_flops.py                       the paper's models that configs/ holds
+    python tools/count_flops.py configs/X.yaml …      any run's model
+    python tools/count_flops.py --json                the same as data, in FLOPs per token
+
+Every model is built at full size on the meta device (shapes without numbers: no GPU, no memory) and run there
+under torch's FLOP counter. Conventions are the paper's (§4.5): the LM head is left out, causal attention
+counts as half of the T x T products in training and prefill, its backward as 2.5 times its forward, and a
+decoding step attends to T keys.
+
+Two accountings:
+
+paper   What the paper's numbers contain. Prefill is n passes of all L blocks and n + 2 pools. Training runs n
+        passes of L blocks and n + 3 pools forward; backward goes through n_g·L - (n_g - 1) blocks and
+        n_g + 1 pools, less the last group's last one, which nobody reads. What a block and a pool cost is
+        measured on the model; only how often they run is the paper's.
+lean    What our passes do, counted as they run. Only a position's last update runs the last block, the pool
+        is never evaluated twice, and entries that nobody reads are not made. `recompute` is the forward work
+        that backward repeats when each group is recomputed (recompute: group), apart from the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from wm_ds.build import build_model, model_config  # noqa: E402
+from wm_ds.config import Config, ConfigError, load  # noqa: E402
+from wm_ds.model import Schedule, WhiteMatterForCausalLM  # noqa: E402
+from wm_ds.model.modeling import CACHE_FIELD  # noqa: E402
+
+PAPER_MODELS = ["vanilla_16l", "vanilla_24l", "vanilla_32l", "lckv_w4", "lckv_w7", "wm_k8", "wm_k16"]
+VOCABULARY = 151_936  # Qwen3's; no number here depends on it, since the head is left out
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token."""
+
+    training: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One model in both accountings; `recompute` is what group recomputation adds to training."""
+
+    name: str
+    length: int
+    paper: Flops
+    lean: Flops
+    recompute: float
+
+
+class _Attention(torch.autograd.Function):
+    """Stands in for attention while counting: right shapes, no products, and its FLOPs on the account."""
+
+    @staticmethod
+    def forward(ctx: Any, account: Account, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.account, ctx.shapes = account, (q.shape, k.shape, v.shape)
+        account.add(q.shape, 1.0)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        ctx.account.add(ctx.shapes[0], 2.5)
+        return None, *(grad.new_empty(shape) for shape in ctx.shapes)
+
+
+class Account:
+    """FLOPs of attention where every query meets `keys` keys."""
+
+    def __init__(self, keys: float) -> None:
+        self.keys = keys
+        self.flops = 0.0
+
+    def add(self, query_shape: torch.Size, factor: float) -> None:
+        """Two products of 2·keys·d FLOPs for each query of [B, H, n, d]."""
+        self.flops += factor * 4 * query_shape.numel() * self.keys
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """In the place of scaled_dot_product_attention."""
+        return _Attention.apply(self, query, key, value)
+
+
+def count(run: Callable[[], Any], account: Account) -> float:
+    """FLOPs of `run()` on meta tensors, attention by `account` (a backward pass: its forward's account)."""
+    before = account.flops
+    # A patch, because a torch-function mode is off inside backward, where layers are recomputed.
+    with (
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", account.attend),
+        FlopCounterMode(display=False) as products,
+    ):
+        run()
+    return products.get_total_flops() + account.flops - before
+
+
+def on_meta(config: Config, length: int) -> PreTrainedModel:
+    """The run's model without numbers, for sequences of `length` tokens."""
+    with torch.device("meta"):
+        hf_config = model_config(config.model, vocab_size=VOCABULARY, seq_len=length, eos_id=None)
+        return build_model(hf_config, seed=0)
+
+
+def forward(lm: PreTrainedModel, length: int, past: int = 0, **options: Any) -> Any:
+    """The base model (no LM head) on one row of `length` tokens behind `past` cached ones."""
+    if not isinstance(lm, WhiteMatterForCausalLM):
+        # Training gives vanilla its document mask in four dimensions; transformers looks into any other.
+        options["attention_mask"] = torch.zeros(1, 1, length, past + length, device="meta")
+        options["position_ids"] = torch.zeros(1, length, dtype=torch.long, device="meta")
+    return lm.model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), **options)
+
+
+def train(lm: PreTrainedModel, length: int, **options: Any) -> tuple[float, float]:
+    """FLOPs of a forward and of its backward pass."""
+    lm.train()
+    lm.zero_grad(set_to_none=True)
+    hidden: list[Tensor] = []
+    account = Account(length / 2)
+    ahead = count(lambda: hidden.append(forward(lm, length, **options).last_hidden_state), account)
+    back = count(lambda: hidden[0].sum().backward(), account)
+    return ahead, back
+
+
+@torch.no_grad()
+def decode(lm: PreTrainedModel, length: int) -> float:
+    """FLOPs of one more token behind `length` cached ones."""
+    lm.eval()
+    one_pass: dict[str, Any] = (
+        {"schedule": Schedule.jacobi(1)} if isinstance(lm, WhiteMatterForCausalLM) else {}
+    )
+    cache = getattr(forward(lm, length, use_cache=True, **one_pass), CACHE_FIELD)
+    return count(lambda: forward(lm, 1, length, use_cache=True, **{CACHE_FIELD: cache}), Account(length))
+
+
+@torch.no_grad()
+def prefill(lm: PreTrainedModel, length: int) -> float:
+    """FLOPs of the configured prefill with its cache, all positions' final states included."""
+    lm.eval()
+    return count(lambda: forward(lm, length, use_cache=True), Account(length / 2))
+
+
+def report(name: str, config: Config, length: int = 2048) -> Report:
+    """Both accountings of one run's model, at sequences of `length` tokens."""
+    lm = on_meta(config, length)
+    step = decode(lm, length)
+    ahead, back = train(lm, length)
+    lean = Flops((ahead + back) / length, prefill(lm, length) / length, step)
+    if not isinstance(lm, WhiteMatterForCausalLM):
+        return Report(name, length, lean, lean, 0.0)
+    lm.model.recompute = "group"
+    again = sum(train(lm, length)) - ahead - back
+    lm.model.recompute = "none"
+    return Report(name, length, paper_accounting(lm, length, step), lean, again / length)
+
+
+def paper_accounting(lm: WhiteMatterForCausalLM, length: int, step: float) -> Flops:
+    """The paper's counts of blocks and pools at this model's measured costs of each.
+
+    The costs come out of two Jacobi runs with gradient whose make-up is known. One pass is L blocks and the
+    pool of the start, but for the last token's, which nobody reads; the second pass adds L - 1 blocks and a
+    pool. Both are solved for block and pool, forward and backward alike.
+    """
+    config = lm.config
+    layers, n, grad = config.num_hidden_layers, config.no_grad_passes + config.grad_passes, config.grad_passes
+    one, two = (train(lm, length, schedule=Schedule.jacobi(passes)) for passes in (1, 2))
+    costs = []
+    for a, b in zip(one, two):
+        pool = (a - layers * (2 * a - b)) / (1 + (layers - 1) / length)
+        costs.append((2 * a - b + pool / length, pool))
+    (block, pool), (block_back, pool_back) = costs
+    training = n * layers * block + (n + 3) * pool
+    training += (grad * layers - (grad - 1)) * block_back
+    training += (grad + 1 - 1 / config.num_groups) * pool_back
+    passes = config.prefill_passes
+    return Flops(training / length, (passes * layers * block + (passes + 2) * pool) / length, step)
+
+
+def table(reports: list[Report]) -> str:
+    """GFLOP per token, and multiples of the first model."""
+    base = reports[0]
+    lines = [f"GFLOP per token, T = {base.length}; x: multiple of {base.name}"]
+    lines.append(f"{'':16}{'training':>15}{'prefill':>15}{'decode':>15}   recompute")
+    for accounting in ("paper", "lean"):
+        lines.append(f"{accounting} accounting")
+        for item in reports:
+            cells = ""
+            for column in ("training", "prefill", "decode"):
+                value, first = (getattr(getattr(r, accounting), column) for r in (item, base))
+                cells += f"{value / 1e9:9.3f}{value / first:6.2f}"
+            extra = f"{item.recompute / 1e9:11.3f}" if accounting == "lean" and item.recompute else ""
+            lines.append(f"  {item.name:14}{cells}{extra}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="FLOPs per token of a run's model, counted on meta tensors.")
+    parser.add_argument("configs", nargs="*", help="runs to count; default: the paper's models in configs/")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print FLOPs per token as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.length < 1:
+        print(f"error: --length {arguments.length}: a sequence has at least one token", file=sys.stderr)
+        return 2
+    paths = [Path(path) for path in arguments.configs]
+    if not paths:
+        paths = [ROOT / "configs" / f"paper_{name}.yaml" for name in PAPER_MODELS]
+        for path in [path for path in paths if not path.exists()]:
+            print(f"note: {path.name} is not in configs/, left out", file=sys.stderr)
+            paths.remove(path)
+    try:
+        reports = [report(path.stem, load(path), arguments.length) for path in paths]
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps([asdict(item) for item in reports], indent=2) if arguments.json else table(reports))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
