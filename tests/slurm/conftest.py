@@ -6,7 +6,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -182,4 +181,3 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     yield made
     signal.alarm(0)
     made.clear()
-    shutil.rmtree(tmp_path, ignore_errors=True)
