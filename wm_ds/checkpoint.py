@@ -130,6 +130,7 @@ class Checkpoints:
         self._clean = False  # whether leftovers of earlier attempts have been removed
         self._host: dict[str, torch.Tensor] = {}  # the snapshot's memory, kept from save to save
         self._thread: threading.Thread | None = None
+        self._moved: float | None = None  # when the writer thread last got something onto the disk
         self._error: BaseException | None = None
         self._on_disk_step: int | None = (
             None  # the step that is already saved, by us or by what we resumed from
@@ -145,9 +146,9 @@ class Checkpoints:
     def save(self, step: int, client_state: dict[str, Any], *, wait: bool = False) -> Saved | None:
         """Save the state after `step` optimizer steps; returns once the state is copied.
 
-        `client_state` is the trainer's own state in JSON types, equal on all ranks. `wait` also waits for the
-        write, as at the end of a run; `background=False` always does. A step that is on disk already is not
-        saved again: None. Raises CheckpointError on all ranks when this save or the one before it failed.
+        `client_state` is the trainer's own state in JSON types, equal on all ranks. With `wait`, as at the
+        end of a run, it is written at once, without copy. A step that is on disk already is not saved again:
+        None. Raises CheckpointError on all ranks when this save or the one before it failed.
         """
         started = time.perf_counter()
         self.wait()
@@ -155,7 +156,7 @@ class Checkpoints:
         if step == self._on_disk_step:
             return None
         self._clean_up_once()
-        background = self.background and self._fits_in_memory()
+        background = self.background and not wait and self._fits_in_memory()
         token = "x" if self._attempt is None else f"{self._attempt.number:04d}"
         partial = partial_path(self.run_dir, step, token)
         job = _Job(step, client_state, random_state.capture(), self._state.update_counts(), partial)
@@ -164,20 +165,22 @@ class Checkpoints:
         except (RuntimeError, MemoryError) as error:
             job.error = error  # told to all ranks by the writer
         saved = Saved(step, waited, time.perf_counter() - started - waited, job.bytes, background)
-        if background and not wait:
-            self._thread = threading.Thread(
-                target=self._write, args=(job, saved), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
-            self._write(job, saved)
+        # Also a blocking save writes in a thread: a write that never returns must not hold this one.
+        self._thread = threading.Thread(target=self._write, args=(job, saved), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not background:
             self.wait()
         return saved
 
     def wait(self) -> None:
         """Wait for the save in flight. Raises CheckpointError on all ranks when it failed."""
         if self._thread is not None:
-            self._thread.join(2 * self.timeout_s + 60)
+            # A rank whose file system hangs does not know that the others have given up on it.
+            given_up = self._agreement.maximum(int(self.failed)) and not self.failed
+            while self._thread.is_alive() and not (given_up and self._stuck_for() > 1.0):
+                self._thread.join(0.1)
+                if self._stuck_for() > self.timeout_s:
+                    break
             if self._thread.is_alive() and self._error is None:
                 self._error = CheckpointError(
                     f"rank {self.rank} cannot write: its file system does not answer"
@@ -186,6 +189,14 @@ class Checkpoints:
         if self._error is not None:
             error, self._error = self._error, None
             raise CheckpointError(str(error)) from error
+
+    def _stuck_for(self) -> float:
+        """Seconds since this rank's files last grew, 0 while it is not writing."""
+        moved = self._moved
+        return 0.0 if moved is None else time.monotonic() - moved
+
+    def _move(self) -> None:
+        self._moved = time.monotonic()
 
     def _clean_up_once(self) -> None:
         if self._clean:
@@ -253,11 +264,15 @@ class Checkpoints:
         """Write this rank's files, agree, publish. Never raises: the verdict is left in `_error`."""
         started = time.perf_counter()
         try:
+            self._move()
             files = self._write_files(job)
+            self._moved = None
             answers = self._writing.gather((files, job.index, job.counts, _text(job.error)))
             outcome: tuple[str, str | None] = ("", None)
             if self.rank == 0:
+                self._move()
                 outcome = self._publish(job, answers)
+                self._moved = None
             path, problem = self._writing.broadcast(outcome)
             if problem is not None:
                 raise CheckpointError(problem)
@@ -267,9 +282,14 @@ class Checkpoints:
                 f"checkpoint: step {job.step} written in {saved.write_s:.1f} s, "
                 f"training waited {saved.stall_s:.2f} s"
             )
+        except CheckpointError as error:
+            self._error = error
         except BaseException as error:
             # Whatever it is, it must reach the training thread, which all ranks leave at the same step.
-            self._error = error
+            self._error = CheckpointError(
+                f"save of step {job.step} failed: rank {self.rank} could not agree with the others within "
+                f"{self.timeout_s:g} s ({error})"
+            )
 
     def _write_files(self, job: "_Job") -> dict[str, Any]:
         files: dict[str, Any] = {}
@@ -279,7 +299,7 @@ class Checkpoints:
             job.partial.mkdir(parents=True, exist_ok=True)
             name = f"rank_{self.rank:05d}"
             files[f"{name}.safetensors"] = write_fragments(
-                job.partial / f"{name}.safetensors", job.specs, job.tensors
+                job.partial / f"{name}.safetensors", job.specs, job.tensors, self._move
             )
             files[f"{name}.json"] = write_json(job.partial / f"{name}.json", {"random": job.random})
             if self.rank == 0:

@@ -189,9 +189,14 @@ def write_json(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_fragments(
-    path: Path, specs: list[tuple[str, torch.dtype, int]], tensors: Iterable[torch.Tensor]
+    path: Path,
+    specs: list[tuple[str, torch.dtype, int]],
+    tensors: Iterable[torch.Tensor],
+    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Stream one-dimensional tensors (key, dtype, numel) into a safetensors file; returns its record.
+
+    `progress` is called whenever the file has grown.
 
     Ours rather than `safetensors.save_file`, because that wants all tensors at once, copies each to bytes,
     and leaves the checksum to a second pass over the file. Reading back is left to the library.
@@ -216,6 +221,7 @@ def write_fragments(
                     written = file.write(part)
                     digest.update(part[:written])
                     size += written
+                    progress()
                     part = part[written:]
 
         put(len(text).to_bytes(8, "little") + text)

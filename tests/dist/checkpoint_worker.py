@@ -139,6 +139,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def run_case(case: dict, world: distributed.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
+    from wm_ds import checkpoint
     from wm_ds.agreement import Agreement
     from wm_ds.checkpoint import CheckpointError, Checkpoints
     from wm_ds.stopping import Stopping
@@ -164,6 +165,8 @@ def run_case(case: dict, world: distributed.World) -> dict:
     stopping.install()
     if world.rank == case.get("die_rank"):
         die_at_event(case["dir"], case["die_event"])
+    if world.rank == case.get("hang_rank"):  # a file system that does not answer
+        checkpoint.write_fragments = lambda *_: time.sleep(90)
     if world.rank == case.get("limit_rank"):  # no file larger than this, as a full disk would have it
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["limit_bytes"], resource.RLIM_INFINITY))
     try:

@@ -196,6 +196,25 @@ def test_rank_that_dies_is_not_waited_for(tmp_path):
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("background", [True, False])
+def test_write_that_hangs_ends_within_the_time_out(tmp_path, rank, background):
+    """One rank's file system does not answer: all ranks give up, at the same step, and nothing is lost."""
+    case = {"stage": 2, "dir": str(tmp_path / "run"), "steps": 2, "save_at": [2], "keep_last": 1}
+    run(2, [case])
+    case |= {"resume": None, "steps": 4000, "save_at": [4], "hang_rank": rank, "timeout_s": 3}
+    started = time.monotonic()
+    folder = tmp_path / "ranks"
+    codes = finish(start(2, [case | {"background": background, "pause_s": 0.02}], folder), timeout_s=45)
+    assert codes == [0, 0], logs(folder)  # the worker reports the error and ends by itself
+    assert time.monotonic() - started < 30
+    both = [r[0] for r in answers(folder, 2)]
+    assert both[0]["losses"].keys() == both[1]["losses"].keys()
+    assert "could not agree with the others within 3 s" in both[1 - rank]["error"]
+    assert f"rank {rank} cannot write: its file system does not answer" in both[rank]["error"]
+    assert find_latest(tmp_path / "run", say=lambda _: None).name == "step_00000002"
+
+
 def test_answers_of_a_whole_run_are_complete(tmp_path):
     """The helpers themselves: a run that nobody disturbs ends with 0 on both ranks and saves every step."""
     ranks = start(2, [CASE | {"dir": str(tmp_path / "run")}], tmp_path / "ranks")
