@@ -1,7 +1,8 @@
 """The WhiteMatter model. Self-contained (torch, transformers): it travels with every exported checkpoint."""
 
 from .cache import WhiteMatterCache
-from .configuration import WhiteMatterConfig
+from .configuration import LCKVConfig, WhiteMatterConfig
+from .lckv import LCKVForCausalLM, LCKVModel
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
 from .schedule import Converged, Part, Schedule, Step
 
@@ -9,9 +10,15 @@ from .schedule import Converged, Part, Schedule, Step
 WhiteMatterConfig.register_for_auto_class()
 WhiteMatterModel.register_for_auto_class("AutoModel")
 WhiteMatterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+LCKVConfig.register_for_auto_class()
+LCKVModel.register_for_auto_class("AutoModel")
+LCKVForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 __all__ = [
     "Converged",
+    "LCKVConfig",
+    "LCKVForCausalLM",
+    "LCKVModel",
     "Part",
     "Schedule",
     "Step",

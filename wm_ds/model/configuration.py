@@ -212,9 +212,51 @@ class WhiteMatterConfig(PreTrainedConfig):
         return sorted(range(self.num_hidden_layers - 1, -1, -self.router_stride))
 
 
+class LCKVConfig(WhiteMatterConfig):
+    """Shape and schedule of an LCKV sandwich: warm-up layers with their own KV around layers that share one.
+
+    Args:
+        warmup_layers: w; w // 2 of them at the bottom, the rest at the top. The cache holds w + 1 channels.
+        num_groups, no_grad_passes, grad_passes: Jacobi passes, seven detached and two with gradient, as in
+            the paper's baseline (§4.2). Other fields: see WhiteMatterConfig; there is no router.
+    """
+
+    model_type = "lckv"
+
+    def __init__(
+        self,
+        warmup_layers: int = 4,
+        num_hidden_layers: int = 16,
+        num_groups: int = 1,
+        no_grad_passes: int = 7,
+        grad_passes: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        if not 0 <= warmup_layers < num_hidden_layers:
+            raise ValueError(
+                f"warmup_layers is {warmup_layers}; it must be smaller than num_hidden_layers "
+                f"({num_hidden_layers}), so that one layer is left to share its KV"
+            )
+        self.warmup_layers = warmup_layers
+        kwargs |= {"num_kv_channels": warmup_layers + 1, "routing": "fixed", "router_init": "top"}
+        super().__init__(
+            num_hidden_layers=num_hidden_layers,
+            num_groups=num_groups,
+            no_grad_passes=no_grad_passes,
+            grad_passes=grad_passes,
+            **kwargs,
+        )
+
+    @property
+    def condensed(self) -> range:
+        """The layers that share one KV."""
+        bottom = self.warmup_layers // 2
+        return range(bottom, self.num_hidden_layers - (self.warmup_layers - bottom))
+
+
 # Not code: transformers looks for lines like these. This is the first file of an exported folder that it
-# reads; it copies the files named here along with it, and tells two exports in folders of one name apart by their
-# content. Old versions follow the names no further than this, so every file of the package is here.
+# reads; it copies the files named here along with it, and tells two exports in folders of one name apart by
+# their content. Old versions follow the names no further than this, so every file of the package is here.
 _FILES = """
 from .attention import *
 from .blocks import *
@@ -223,6 +265,7 @@ from .converge import *
 from .feedforward import *
 from .generation import *
 from .layout import *
+from .lckv import *
 from .modeling import *
 from .passes import *
 from .pool import *
@@ -230,4 +273,4 @@ from .schedule import *
 from .tape import *
 """
 
-__all__ = ["WhiteMatterConfig"]
+__all__ = ["LCKVConfig", "WhiteMatterConfig"]

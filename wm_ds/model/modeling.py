@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .attention import Visibility
 from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
 from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool
 from .configuration import WhiteMatterConfig
@@ -24,7 +25,7 @@ from .converge import run_until_converged
 from .feedforward import run_feedforward
 from .generation import PoolGenerationMixin
 from .layout import lay_out
-from .passes import run_passes
+from .passes import PassResult, run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
 from .schedule import Converged, Schedule
 
@@ -58,7 +59,7 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
             init.normal_(module.proj, mean=0.0, std=std)
             if module.head_norm is not None:
                 init.ones_(module.head_norm)
-        elif isinstance(module, WhiteMatterModel) and self.config.feedback:
+        elif isinstance(module, WhiteMatterModel) and module.dummy_key is not None:
             init.normal_(module.dummy_key, mean=0.0, std=std)
             init.normal_(module.dummy_value, mean=0.0, std=std)
 
@@ -76,17 +77,21 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     def __init__(self, config: WhiteMatterConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(WhiteMatterDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.pool = Pool(config)
-        shape = (config.num_kv_channels, config.num_key_value_heads, config.head_dim)
-        self.dummy_key = nn.Parameter(torch.zeros(shape)) if config.feedback else None
-        self.dummy_value = nn.Parameter(torch.zeros(shape)) if config.feedback else None
+        self._build(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = "none"
         self.measure_residuals = False
         self.residuals: Tensor | None = None
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _build(self, config: WhiteMatterConfig) -> None:
+        """The parts between the embedding and the final norm."""
+        self.layers = nn.ModuleList(WhiteMatterDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.pool = Pool(config)
+        shape = (config.num_kv_channels, config.num_key_value_heads, config.head_dim)
+        self.dummy_key = nn.Parameter(torch.zeros(shape)) if config.feedback else None
+        self.dummy_value = nn.Parameter(torch.zeros(shape)) if config.feedback else None
 
     def forward(
         self,
@@ -170,42 +175,72 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             schedule = schedule.capped(layout.width)
         x_BWD = layout.to_workspace(x_BTD)
         rotary = rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
-        recompute = "group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute
-        parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
-        if self.config.feedback and isinstance(schedule, Converged):
-            if torch.is_grad_enabled():
-                raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
-            result = run_until_converged(*parts, x_BWD, rotary, layout.visibility, schedule, past=past)
-        elif self.config.feedback:
-            result = run_passes(
-                *parts,
-                x_BWD,
-                rotary,
-                layout.visibility,
-                schedule,
-                past=past,
-                keep_cache=cache is not None,
-                recompute=recompute,
-                measure_residuals=self.measure_residuals,
-            )
-        else:
-            result = run_feedforward(
-                self.layers, self.pool, x_BWD, rotary, layout.visibility, past=past, recompute=recompute
-            )
+        result = self._evaluate(
+            x_BWD, rotary, layout.visibility, schedule, past, keep_cache=cache is not None
+        )
         self.residuals = result.residuals
         if cache is not None:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
         return layout.to_batch(self.norm(result.hidden_BWD))
 
+    def _evaluate(
+        self,
+        x_BWD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        visibility: Visibility,
+        schedule: Schedule | Converged,
+        past: tuple[Tensor, Tensor] | None,
+        keep_cache: bool,
+    ) -> PassResult:
+        """All layers on a workspace: the last one's output, and the new entries of the cache."""
+        if not self.config.feedback:
+            return run_feedforward(
+                self.layers, self.pool, x_BWD, rotary, visibility, past=past, recompute=self._policy()
+            )
+        parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
+        return self._iterate(parts, x_BWD, rotary, visibility, schedule, past, keep_cache)
+
+    def _iterate(
+        self,
+        parts: tuple,
+        x_BWD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        visibility: Visibility,
+        schedule: Schedule | Converged,
+        past: tuple[Tensor, Tensor] | None,
+        keep_cache: bool,
+    ) -> PassResult:
+        """The fixed point of parts = (layers, pool, dummy key, dummy value)."""
+        if isinstance(schedule, Converged):
+            if torch.is_grad_enabled():
+                raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
+            return run_until_converged(*parts, x_BWD, rotary, visibility, schedule, past=past)
+        return run_passes(
+            *parts,
+            x_BWD,
+            rotary,
+            visibility,
+            schedule,
+            past=past,
+            keep_cache=keep_cache,
+            recompute=self._policy(),
+            measure_residuals=self.measure_residuals,
+        )
+
+    def _policy(self) -> str:
+        """What backward recomputes; transformers' gradient checkpointing means groups."""
+        return "group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute
+
 
 class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
     """WhiteMatter with a language-model head."""
 
+    base_class = WhiteMatterModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: WhiteMatterConfig) -> None:
         super().__init__(config)
-        self.model = WhiteMatterModel(config)
+        self.model = self.base_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
