@@ -32,7 +32,7 @@ from wm_ds.loss import IGNORE, TokenLoss
 from wm_ds.model import Converged, Schedule
 from wm_ds.shards import ShardError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class EvaluationError(ValueError):

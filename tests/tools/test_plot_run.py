@@ -1,0 +1,68 @@
+"""The picture of a run: what is drawn, and that it is drawn."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import plot_run
+
+
+def make_run(folder: Path) -> Path:
+    folder.mkdir()
+    rows = []
+    for step in range(1, 21):
+        row = {"attempt": 1 + (step > 10), "step": step, "tokens": 100 * step, "loss": 5 - step / 10}
+        row |= {"lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 50.0}
+        if step == 4:
+            row["loss"] = "nan"
+        if step % 5 == 0:
+            row["residuals"] = [0.5, 0.05, 0.005]
+            rows.append({"attempt": row["attempt"], "step": step, "holdout_loss": 5.0})
+        rows.append(row)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_series_and_marks(tmp_path):
+    rows = plot_run.place(plot_run.read_metrics(make_run(tmp_path / "run") / "metrics.jsonl"))
+    loss = plot_run.series(rows, "loss", "tokens")
+    assert len(loss) == 19  # the step without a number is a gap
+    assert loss[0] == (100, 4.9)
+    assert plot_run.series(rows, "holdout_loss", "tokens") == [
+        (500, 5.0),
+        (1000, 5.0),
+        (1500, 5.0),
+        (2000, 5.0),
+    ]
+    assert plot_run.resumed(rows, "tokens") == [1000]
+    assert plot_run.resumed(rows, "step") == [10]
+    assert list(plot_run.residuals(rows, "step")) == ["pass 1", "pass 2", "pass 3"]
+
+
+def test_png_of_several_runs(tmp_path, monkeypatch, capsys):
+    runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two")]
+    output = tmp_path / "curves.png"
+    command = ["plot_run.py", *map(str, runs), "--output", str(output), "--text"]
+    monkeypatch.setattr(sys, "argv", command)
+    plot_run.main()
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert "training loss of one over tokens" in capsys.readouterr().out
+
+
+def test_sketch_falls_with_the_loss():
+    lines = plot_run.sketch([(x, 10.0 - x) for x in range(10)], "loss", width=10, height=9).splitlines()
+    assert lines[0] == "loss"
+    assert [line.index("•") - line.index("│") for line in lines[1:11]] == list(range(1, 11))
+    assert lines[1].strip().startswith("10.000")
+    assert lines[10].strip().startswith("1.000")
+
+
+@pytest.mark.parametrize("content", [None, "", '{"attempt": 1, "step": 1, "holdout_loss": 3.0}\n'])
+def test_nothing_to_draw_is_one_line(tmp_path, monkeypatch, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["plot_run.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"error: .*metrics.jsonl is missing or has no step yet"):
+        plot_run.main()
