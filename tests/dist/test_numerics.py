@@ -1,0 +1,207 @@
+"""DeepSpeed's ranks against plain PyTorch in one process: gradients, weights, clipping, skipping, bit equality."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tests.dist import numerics
+from tests.dist.numerics import Case, assemble, offload
+from wm_ds.loss import document_mask, document_positions
+
+GRADIENT, WEIGHT = 1e-6, 1e-5
+
+STAGES = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2, "overlap_comm": True},
+    "zero3": {"stage": 3},
+    "zero1_offload": offload(1, "optimizer"),
+    "zero2_offload": offload(2, "optimizer"),
+    "zero3_optimizer": offload(3, "optimizer"),
+    "zero3_offload": offload(3, "optimizer", "param"),
+}
+
+
+# The reference: everything in one process, in full tensors
+
+
+def gradients(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], ranks: int) -> tuple[float, dict, float]:
+    """(loss, gradient after the clip rule, raw norm) of the whole batch, per parameter name."""
+    rows = torch.arange(numerics.ROWS).view(case.accumulation, ranks, -1)
+    tokens = (batch["labels"] >= 0).sum()
+    if case.clip_rule == "global" or case.clip == 0:
+        loss, grads = mean_loss(case, lm, batch, tokens)
+        norm = norm_of(grads)
+        scale = min(1.0, case.clip / (norm + 1e-6)) if case.clip else 1.0
+        return loss, {n: g * scale for n, g in grads.items()}, norm
+    total, loss, norms = {}, 0.0, []
+    for rank in range(ranks):
+        part = {k: v[rows[:, rank].flatten()] for k, v in batch.items()}
+        share, grads = mean_loss(case, lm, part, tokens / ranks)
+        norms.append(norm_of(grads))
+        scale = min(1.0, case.clip / (norms[-1] + 1e-6))
+        loss += share / ranks
+        for n, g in grads.items():
+            total[n] = total.get(n, 0) + g * scale / ranks
+    return loss, total, sum(norms) / ranks
+
+
+def mean_loss(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], tokens: Tensor) -> tuple[float, dict]:
+    lm.zero_grad()
+    lm.train()
+    if case.family == "whitematter":
+        hidden = lm.model(input_ids=batch["input_ids"], document_ids=batch["document_ids"]).last_hidden_state
+    else:
+        hidden = lm.model(
+            input_ids=batch["input_ids"],
+            attention_mask=document_mask(batch["document_ids"], torch.float32),
+            position_ids=document_positions(batch["document_ids"]),
+        ).last_hidden_state
+    logits = lm.lm_head(hidden)
+    loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum") / tokens
+    loss.backward()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in lm.named_parameters()}
+
+
+def norm_of(grads: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """As published, for one matrix, in fp32."""
+    x = matrix / matrix.norm()
+    if x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "pool.key.proj")
+MATRIX = (*MATRIX, "pool.value.proj", "router_weight")
+PLAIN = ("norm", "bias", "dummy")
+
+
+class Reference:
+    """Muon on whole matrices and AdamW on the rest, by the book."""
+
+    def __init__(self, case: Case, lm: torch.nn.Module) -> None:
+        self.case, self.lm, self.updates = case, lm, 0
+        self.state = {n: [torch.zeros_like(p), torch.zeros_like(p)] for n, p in lm.named_parameters()}
+
+    @torch.no_grad()
+    def step(self, number: int, grads: dict[str, Tensor]) -> None:
+        # Warm-up of 2 steps, then a cosine to a tenth at step 8.
+        lr = self.case.lr * (number / 2 if number <= 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (number - 2) / 6)))
+        self.updates += 1
+        for name, p in self.lm.named_parameters():
+            first, second = self.state[name]
+            if not any(word in name for word in PLAIN):
+                p.mul_(1 - lr * 0.1)
+            if self.case.optimizer == "muon" and any(word in name for word in MATRIX):
+                first.mul_(0.95).add_(grads[name], alpha=0.05)
+                update = grads[name] * 0.05 + first * 0.95
+                whole = update.view(-1, *update.shape[-2:])
+                rows, cols = whole.shape[-2:]
+                scale = 0.2 * math.sqrt(max(rows, cols))
+                if self.case.update_scale == "spectral":
+                    scale = math.sqrt(max(1, rows / cols))
+                p.sub_(torch.stack([newton_schulz(m) for m in whole]).view_as(p), alpha=lr * scale)
+            else:
+                first.mul_(0.9).add_(grads[name], alpha=0.1)
+                second.mul_(0.95).addcmul_(grads[name], grads[name], value=0.05)
+                mean = first / (1 - 0.9**self.updates)
+                p.sub_(lr * mean / ((second / (1 - 0.95**self.updates)).sqrt() + 1e-8))
+
+
+def reference(case: Case, ranks: int) -> dict:
+    """Losses, raw norms, first gradient and final weights of a case in one process."""
+    lm = numerics.model(case)
+    optimizer = Reference(case, lm)
+    found: dict = {"losses": [], "norms": []}
+    for step in range(case.steps):
+        loss, grads, norm = gradients(case, lm, numerics.batch(step), ranks)
+        found["losses"].append(loss)
+        found["norms"].append(norm)
+        found.setdefault("gradients", grads)
+        optimizer.step(step + 1, grads)
+    found["weights"] = {n: p.detach() for n, p in lm.named_parameters()}
+    return found
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest relative difference of a parameter (in the 2-norm), and its name."""
+    assert found.keys() == expected.keys()
+    worst = {n: float((found[n] - e).norm() / e.norm().clamp(min=1e-12)) for n, e in expected.items()}
+    name = max(worst, key=worst.get)
+    return worst[name], name
+
+
+def check(case: Case, ranks: int, results: list[dict]) -> None:
+    expected = reference(case, ranks)
+    what = f"{case} on {ranks} ranks"
+    grads = assemble([r["gradients"] for r in results])
+    scale = norm_of(expected["gradients"])
+    for name, g in expected["gradients"].items():
+        # Relative to the parameter's gradient; to the whole one's where a parameter's is nearly nothing.
+        error = float((grads[name] - g).norm()) / max(float(g.norm()), 1e-2 * scale)
+        assert error < GRADIENT, f"gradient of {name} off by {error:.1e}: {what}"
+    error, name = difference(assemble([r["weights"] for r in results]), expected["weights"])
+    assert error < WEIGHT, f"{name} off by {error:.1e} after {case.steps} steps: {what}"
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), what
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4), what
+        assert result["clipping"] == 0.0, "DeepSpeed's own clipping must be off"
+
+
+# A selection that covers every value of every factor with every stage; the full product is `slow`
+
+RECOMPUTE = ("none", "layer", "group", "group+layer")
+
+
+def selection() -> dict[int, list[Case]]:
+    """Cases per world size."""
+    plan: dict[int, list[Case]] = {1: [], 2: [], 3: [], 4: []}
+    for i, zero in enumerate(STAGES.values()):
+        plan[2].append(Case(zero, "whitematter", accumulation=(1, 2)[i % 2], recompute=RECOMPUTE[i % 4]))
+        plan[2].append(Case(zero, "vanilla", accumulation=(4, 1, 2)[i % 3], recompute=RECOMPUTE[i % 2], tied=True))
+        rule = ("local", "global")
+        plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[i % 2], accumulation=2))
+        plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[1 - i % 2]))
+    for i, stage in enumerate(("zero0", "zero1", "zero2", "zero3")):
+        plan[1].append(Case(STAGES[stage], "whitematter", recompute=RECOMPUTE[i], accumulation=(1, 2, 4, 2)[i]))
+        plan[3].append(Case(STAGES[stage], "vanilla", accumulation=(2, 4, 1, 4)[i], clip=0.3, clip_rule="local"))
+    plan[3].append(Case(STAGES["zero3"], "whitematter", tied=True, recompute="group", optimizer="adamw"))
+    plan[4].append(Case(STAGES["zero3"], "whitematter", accumulation=4, update_scale="spectral"))
+    plan[4].append(Case(STAGES["zero2"], "whitematter", recompute="group", accumulation=2, clip=0.3))
+    plan[4].append(Case(STAGES["zero3_offload"], "vanilla", optimizer="adamw", evaluate=True))
+    plan[2].append(Case(STAGES["zero3"], "whitematter", recompute="group", evaluate=True))
+    return plan
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_to_one_process(ranks: int) -> None:
+    cases = selection()[ranks]
+    for case, results in zip(cases, numerics.run(ranks, cases)):
+        check(case, ranks, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_full_product(stage: str, ranks: int) -> None:
+    cases = [
+        Case(STAGES[stage], family, accumulation=accumulation, recompute=recompute, clip=clip, clip_rule=rule)
+        for family, recomputes in (("vanilla", RECOMPUTE[:2]), ("whitematter", RECOMPUTE))
+        for recompute, accumulation in itertools.product(recomputes, (1, 2, 4))
+        for clip, rule in ((0.0, "global"), (0.3, "global"), (0.3, "local"))
+    ]
+    for case, results in zip(cases, numerics.run(ranks, cases, timeout_s=3600)):
+        check(case, ranks, results)
