@@ -1,4 +1,4 @@
-"""From a run's model section to a Hugging Face causal language model with fresh weights.
+"""From a run's configuration to its data and to a Hugging Face causal language model with fresh weights.
 
 The weights depend on the seed and the model alone, not on ranks or ZeRO stage: every rank draws the whole
 model from the same seed, and DeepSpeed then partitions what all have in common.
@@ -12,7 +12,27 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from .config import Model
+from . import config as configuration
+from .config import Config, ConfigError, Model
+from .data import GlobalBatches, PackedSequences
+
+
+def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
+    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
+    batches = GlobalBatches(
+        [s.model_dump() for s in config.data.sources()],
+        global_batch=config.batch.global_batch,
+        seed=config.run.seed,
+    )
+    configuration.check_against_data(
+        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
+    )
+    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
+    if holdout.seq_len != batches.seq_len:
+        raise ConfigError(
+            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
+        )
+    return batches, holdout
 
 
 def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
@@ -36,19 +56,25 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | N
     return WhiteMatterConfig(**fields)
 
 
+def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that the configuration belongs to."""
+    if hf_config.model_type == "qwen3":
+        return Qwen3ForCausalLM
+    from .model import WhiteMatterForCausalLM
+
+    return WhiteMatterForCausalLM
+
+
 def build_model(hf_config: PretrainedConfig, *, seed: int, recompute: str = "none") -> PreTrainedModel:
     """The model with fresh fp32 weights drawn from `seed` (on the CPU, so the same on every machine).
 
     `recompute`: none, layer, group or group+layer, see config.Config.recompute.
     """
+    # Vanilla's attention takes the mask of documents, which SDPA does.
+    options = {"attn_implementation": "sdpa"} if hf_config.model_type == "qwen3" else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if hf_config.model_type == "qwen3":
-            lm = Qwen3ForCausalLM._from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
-        else:
-            from .model import WhiteMatterForCausalLM
-
-            lm = WhiteMatterForCausalLM._from_config(hf_config, dtype=torch.float32)
+        lm = model_class(hf_config)._from_config(hf_config, dtype=torch.float32, **options)
     if hf_config.model_type == "qwen3":
         if recompute == "layer":
             lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -281,10 +281,6 @@ class Engine:
 
         return Schedule.cyclic(self.lm.config.num_groups, factor * self.passes)
 
-    def details(self) -> dict[str, Any]:
-        """Rarer measurements of the step just taken."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """The counters, for the checkpoint's client state. Weights and optimizer state are not in it."""
         return {

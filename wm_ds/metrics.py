@@ -15,8 +15,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from . import distributed
 from .config import Config, ConfigError
+from .distributed import World
 from .engine import StepResult
+from .flops import Flops
 
 WINDOW = 20  # steps over which speed and ETA are averaged
 
@@ -33,11 +36,26 @@ class Metrics:
         *,
         total_steps: int,
         attempt: int,
-        active: bool,
-        flops: dict[str, float] | None = None,
+        world: World,
+        positions: int,
+        flops: Flops | None = None,
     ) -> None:
-        self.active, self.total, self.attempt, self.every = active, total_steps, attempt, config.log.every
-        self.flops = flops or {}
+        """`positions`: tokens of a step's rows, filler included; `flops`: per token, None where not known."""
+        self.active, self.total, self.attempt, self.every = (
+            world.is_main,
+            total_steps,
+            attempt,
+            config.log.every,
+        )
+        active = world.is_main
+        self.work: dict[str, float] = {}
+        if flops is not None:
+            for name, per_token in (("model", flops.model), ("hardware", flops.hardware)):
+                per_step = per_token * positions / world.size
+                self.work[f"{name}_tflops_per_device"] = per_step / 1e12
+                peak = distributed.peak_flops(world.device)
+                if peak is not None:
+                    self.work[{"model": "mfu", "hardware": "hfu"}[name]] = per_step / peak
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
         self._tensorboard = self._wandb = self._live = None
         if not active:
@@ -89,8 +107,9 @@ class Metrics:
         }
         if result.step <= self._seen_step:  # a kill after the last checkpoint: these steps are taken again
             row["replayed"] = True
-        for name, per_token in self.flops.items():
-            row[name] = round(tokens_per_s * per_token, 4)
+        steps_per_s = (len(self._times) - 1) / span
+        for name, per_step in self.work.items():
+            row[name] = round(per_step * steps_per_s, 4)
         for name in ("skipped", "spike"):
             if getattr(result, name) is not None:
                 row[name], row["samples"] = getattr(result, name), result.samples

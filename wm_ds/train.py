@@ -19,13 +19,15 @@ from . import (
 )
 from .agreement import Agreement
 from .attempt import Attempt, SupersededError, join
-from .build import build_model, model_config
+from .build import build_model, model_config, open_data
 from .checkpoint import CheckpointError, Checkpoints
 from .config import Config, ConfigError
 from .data import GlobalBatches, PackedSequences, evaluation_batches
 from .distributed import SetupError, World
 from .engine import Engine, TrainingFailed, build, deepspeed_config, table_for
+from .flops import training
 from .metrics import Metrics, check_sinks
+from .observe import observe
 from .optim import format_table
 from .shards import ShardError
 from .stopping import Stopping, clear_markers, write_marker
@@ -95,7 +97,14 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     if world.is_main:
         print(format_table(table_for(config, lm)), flush=True)
     engine = build(config, json, lm, world, batches.seq_len)
-    metrics = Metrics(config, total_steps=total, attempt=attempt.number, active=world.is_main)
+    metrics = Metrics(
+        config,
+        total_steps=total,
+        attempt=attempt.number,
+        world=world,
+        positions=config.batch.global_batch * batches.seq_len,
+        flops=training(hf_config, batches.seq_len, config.recompute),
+    )
     checkpoints = Checkpoints(
         engine.ds,
         config.run.dir,
@@ -116,10 +125,13 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
         while engine.steps < total and reason is None:
             watchdog.beat(engine.steps + 1)
             waited = stream.waited_s
-            result = engine.step(next(stream))
-            metrics.step(
-                result, total_tokens=engine.tokens, data_s=stream.waited_s - waited, extra=engine.details()
-            )
+            micro_batches = next(stream)
+            waited = stream.waited_s - waited
+            result = engine.step(micro_batches)
+            details = {}
+            if due(config.log.details_every, engine.steps, total):
+                details = observe(engine, micro_batches[0])
+            metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details)
             if due(config.evaluate.every, engine.steps, total):
                 evaluate(config, engine, holdout, metrics)
             reason = stopping.check(save_failed=checkpoints.failed)
@@ -129,24 +141,6 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
                 metrics.pause()
     finish(config, engine, total, reason, attempt, metrics, world)
     watchdog.stop()
-
-
-def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
-    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
-    batches = GlobalBatches(
-        [s.model_dump() for s in config.data.sources()],
-        global_batch=config.batch.global_batch,
-        seed=config.run.seed,
-    )
-    configuration.check_against_data(
-        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
-    )
-    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
-    if holdout.seq_len != batches.seq_len:
-        raise ConfigError(
-            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
-        )
-    return batches, holdout
 
 
 def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:

@@ -1,7 +1,8 @@
 """Several ranks train tiny models as the cases of a plan say; the parent compares them with one process.
 
-`run(world, cases)` starts the ranks once and has them go through all cases. Everything that both sides must agree
-on (models, batches) is made here; what is compared is not: the reference in test_numerics.py is plain PyTorch.
+`run(world, cases)` starts the ranks once and has them go through all cases. Everything that both sides must
+agree on (models, batches) is made here; what is compared is not: the reference in test_numerics.py is plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -79,7 +80,13 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
         "initializer_range": 0.2,
     }
     if case.family == "whitematter":
-        model |= {"num_kv_channels": 2, "router_stride": 2, "num_groups": 3, "no_grad_passes": 1, "grad_passes": 2}
+        model |= {
+            "num_kv_channels": 2,
+            "router_stride": 2,
+            "num_groups": 3,
+            "no_grad_passes": 1,
+            "grad_passes": 2,
+        }
     return {
         "run": {"dir": "unused", "seed": case.seed},
         "model": model,
@@ -102,7 +109,8 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def model(case: Case) -> torch.nn.Module:
-    """The fresh model of a case: the same on every rank and in the parent; no parameter keeps a neutral start."""
+    """The fresh model of a case: the same on every rank and in the parent; no parameter keeps a neutral
+    start."""
     from wm_ds import config as configuration
     from wm_ds.build import build_model, model_config
 
@@ -120,7 +128,7 @@ def model(case: Case) -> torch.nn.Module:
 
 
 def run(world: int, cases: list[Case], timeout_s: float = 600) -> list[list[dict[str, Any]]]:
-    """results[case][rank]: losses, norms, and this rank's fragments of gradients (step 1) and final weights."""
+    """results[case][rank]: losses, norms, this rank's part of the first gradient and of the final weights."""
     from wm_ds.distributed import free_port
 
     with tempfile.TemporaryDirectory(prefix="numerics-") as name:
@@ -141,7 +149,9 @@ def run(world: int, cases: list[Case], timeout_s: float = 600) -> list[list[dict
             }
             with open(folder / f"log_{rank}", "w") as log:
                 command = [sys.executable, "-m", "tests.dist.numerics_worker", str(folder)]
-                ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+                ranks.append(
+                    subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+                )
         try:
             codes = [r.wait(timeout_s) for r in ranks]
         except subprocess.TimeoutExpired:

@@ -30,7 +30,14 @@ def play(case: Case, world: distributed.World) -> dict[str, Any]:
     config = configuration.parse(numerics.settings(case, world.size))
     lm = numerics.model(case)
     engine = build(config, {"zero_optimization": case.zero}, lm, world, numerics.LENGTH)
-    answer: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "lr": [], "samples": [], "failed": None}
+    answer: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "skipped": [],
+        "lr": [],
+        "samples": [],
+        "failed": None,
+    }
     record_first_gradient(engine, answer)
     for step in range(case.steps):
         try:

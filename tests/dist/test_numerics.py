@@ -1,4 +1,5 @@
-"""DeepSpeed's ranks against plain PyTorch in one process: gradients, weights, clipping, skipping, bit equality."""
+"""DeepSpeed's ranks against plain PyTorch in one process: gradients, weights, clipping, skipping, bit
+equality."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ STAGES = {
 # The reference: everything in one process, in full tensors
 
 
-def gradients(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], ranks: int) -> tuple[float, dict, float]:
+def gradients(
+    case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], ranks: int
+) -> tuple[float, dict, float]:
     """(loss, gradient after the clip rule, raw norm) of the whole batch, per parameter name."""
     rows = torch.arange(numerics.ROWS).view(case.accumulation, ranks, -1)
     tokens = (batch["labels"] >= 0).sum()
@@ -52,7 +55,9 @@ def gradients(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], ranks: 
     return loss, total, sum(norms) / ranks
 
 
-def mean_loss(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], tokens: Tensor) -> tuple[float, dict]:
+def mean_loss(
+    case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], tokens: Tensor
+) -> tuple[float, dict]:
     lm.zero_grad()
     lm.train()
     if case.family == "whitematter":
@@ -64,7 +69,10 @@ def mean_loss(case: Case, lm: torch.nn.Module, batch: dict[str, Tensor], tokens:
             position_ids=document_positions(batch["document_ids"]),
         ).last_hidden_state
     logits = lm.lm_head(hidden)
-    loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum") / tokens
+    loss = (
+        cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+        / tokens
+    )
     loss.backward()
     return float(loss.detach()), {n: p.grad.clone() for n, p in lm.named_parameters()}
 
@@ -99,7 +107,9 @@ class Reference:
     @torch.no_grad()
     def step(self, number: int, grads: dict[str, Tensor]) -> None:
         # Warm-up of 2 steps, then a cosine to a tenth at step 8.
-        lr = self.case.lr * (number / 2 if number <= 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (number - 2) / 6)))
+        lr = self.case.lr * (
+            number / 2 if number <= 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (number - 2) / 6))
+        )
         self.updates += 1
         for name, p in self.lm.named_parameters():
             first, second = self.state[name]
@@ -171,13 +181,19 @@ def selection() -> dict[int, list[Case]]:
     plan: dict[int, list[Case]] = {1: [], 2: [], 3: [], 4: []}
     for i, zero in enumerate(STAGES.values()):
         plan[2].append(Case(zero, "whitematter", accumulation=(1, 2)[i % 2], recompute=RECOMPUTE[i % 4]))
-        plan[2].append(Case(zero, "vanilla", accumulation=(4, 1, 2)[i % 3], recompute=RECOMPUTE[i % 2], tied=True))
+        plan[2].append(
+            Case(zero, "vanilla", accumulation=(4, 1, 2)[i % 3], recompute=RECOMPUTE[i % 2], tied=True)
+        )
         rule = ("local", "global")
         plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[i % 2], accumulation=2))
         plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[1 - i % 2]))
     for i, stage in enumerate(("zero0", "zero1", "zero2", "zero3")):
-        plan[1].append(Case(STAGES[stage], "whitematter", recompute=RECOMPUTE[i], accumulation=(1, 2, 4, 2)[i]))
-        plan[3].append(Case(STAGES[stage], "vanilla", accumulation=(2, 4, 1, 4)[i], clip=0.3, clip_rule="local"))
+        plan[1].append(
+            Case(STAGES[stage], "whitematter", recompute=RECOMPUTE[i], accumulation=(1, 2, 4, 2)[i])
+        )
+        plan[3].append(
+            Case(STAGES[stage], "vanilla", accumulation=(2, 4, 1, 4)[i], clip=0.3, clip_rule="local")
+        )
     plan[3].append(Case(STAGES["zero3"], "whitematter", tied=True, recompute="group", optimizer="adamw"))
     plan[4].append(Case(STAGES["zero3"], "whitematter", accumulation=4, update_scale="spectral"))
     plan[4].append(Case(STAGES["zero2"], "whitematter", recompute="group", accumulation=2, clip=0.3))
