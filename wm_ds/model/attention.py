@@ -17,11 +17,16 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from .flex import attend_in_blocks, block_mask
 
 # A step's queries are cut into this many runs, each against its own key prefix: that skips most of the masked
 # half of causal attention. More runs mean smaller products; four was best on CPU.
 MAX_RUNS = 4
 MIN_QUERIES_PER_RUN = 32
+# Below one block of queries flex_attention has nothing to skip; building its mask costs more than it saves.
+MIN_FLEX_QUERIES = 128
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -34,11 +39,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Slots:
-    """What one step's queries see: for each run of queries its size, its key prefix and its additive mask."""
+    """What one step's queries see: for each run of queries its size, its key prefix and its mask.
+
+    A mask is additive, for sdpa, or a BlockMask, for flex_attention; that knows one run and all slots.
+    """
 
     sizes: list[int]
     lengths: list[int]
-    masks: list[Tensor]
+    masks: list[Tensor | BlockMask]
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,15 @@ class Visibility:
         past_BP: True where a cached slot holds a token of the row; None when all do.
         document_BW: the document of every workspace position, -1 where there is no token (padding, filler);
             None when each row is one document without padding.
+        width: W; needed for flex_attention.
+        kernel: "sdpa", "flex", or "auto": flex for long steps on CUDA.
     """
 
     past: int
     past_BP: Tensor | None
     document_BW: Tensor | None
+    width: int | None = None
+    kernel: str = "sdpa"
 
     def rows(self, index: Tensor) -> Visibility:
         """The same for some of the rows."""
@@ -67,6 +79,10 @@ class Visibility:
 
 def slots_of(positions: range, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Slots:
     """The runs of queries, key prefixes and masks for a step at `positions` (workspace indices)."""
+    if takes_flex(visibility.kernel, device, len(positions)):
+        seen = visibility
+        mask = block_mask(positions, seen.past, seen.width, seen.past_BP, seen.document_BW, device)
+        return Slots([len(positions)], [1 + seen.past + seen.width], [mask])
     runs = max(1, min(MAX_RUNS, len(positions) // MIN_QUERIES_PER_RUN))
     cuts = [len(positions) * i // runs for i in range(runs + 1)]
     sizes, lengths, masks = [], [], []
@@ -76,6 +92,13 @@ def slots_of(positions: range, visibility: Visibility, dtype: torch.dtype, devic
         lengths.append(1 + visibility.past + run[-1])
         masks.append(_mask(run, visibility, dtype, device))
     return Slots(sizes, lengths, masks)
+
+
+def takes_flex(kernel: str, device: torch.device, queries: int) -> bool:
+    """Whether a step of so many queries is flex_attention's; a single query never is."""
+    if kernel == "auto":
+        return device.type == "cuda" and queries >= MIN_FLEX_QUERIES
+    return kernel == "flex" and queries > 1
 
 
 def _mask(run: range, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,6 +132,8 @@ def attend(q_BHnd: Tensor, keys: list[Tensor], values: list[Tensor], slots: Slot
     keys[r] and values[r] are [B, G, m_r, d], with G dividing H. Returns [B, H, n, d].
     """
     q_BHnd = q_BHnd.to(keys[0].dtype)
+    if isinstance(slots.masks[0], BlockMask):
+        return attend_in_blocks(q_BHnd, keys[0], values[0], slots.masks[0])
     grouped = q_BHnd.shape[1] != keys[0].shape[1]
     out = [
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)

@@ -263,6 +263,7 @@ from .blocks import *
 from .cache import *
 from .converge import *
 from .feedforward import *
+from .flex import *
 from .generation import *
 from .layout import *
 from .lckv import *

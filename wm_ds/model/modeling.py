@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, W workspace columns, D width, V vocabulary, k channels
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,9 +176,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             schedule = schedule.capped(layout.width)
         x_BWD = layout.to_workspace(x_BTD)
         rotary = rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
-        result = self._evaluate(
-            x_BWD, rotary, layout.visibility, schedule, past, keep_cache=cache is not None
-        )
+        visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
+        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, keep_cache=cache is not None)
         self.residuals = result.residuals
         if cache is not None:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
