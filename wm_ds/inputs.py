@@ -134,7 +134,7 @@ def _dataset_input(name: str, split: str, config: str | None) -> Input:
         builder = load_dataset_builder(repository, config, revision=revision or None)
         files = builder.config.data_files
         origin = [
-            [str(Path(file).name), os.path.getsize(file) if os.path.isfile(file) else 0]
+            [Path(file).name, *((s.st_size, s.st_mtime_ns) if (s := _stat(file)) else ())]
             for file in (files[split] if files and split in files else [])
         ]
         shards = load_dataset_stream(repository, config, split, revision or None).num_shards
@@ -148,6 +148,11 @@ def _dataset_input(name: str, split: str, config: str | None) -> Input:
         "files": origin,
     }
     return Input(DATASET_PREFIX + repository, "dataset", None, 0, identity)
+
+
+def _stat(file: str) -> os.stat_result | None:
+    """Size and time of a local file of a dataset; a hub's files are known by the commit instead."""
+    return os.stat(file) if os.path.isfile(file) else None
 
 
 def load_dataset_stream(repository: str, config: str | None, split: str, revision: str | None) -> Any:

@@ -158,6 +158,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             yield f"input {name} is missing now"
         elif name not in before:
             yield f"input {name} is new"
+        elif before[name].get("dataset") != after[name].get("dataset"):
+            yield f"dataset {name} changed: another revision, split, configuration or other files"
         elif before[name] != after[name]:
             yield f"input {name} changed: it had {before[name]['bytes']} bytes, now {after[name]['bytes']}"
     if before.keys() == after.keys() and list(before) != list(after):

@@ -211,6 +211,17 @@ class TestInputKinds:
             assert pack(tmp_path / "two", [f"hf:{folder}"], tok, "--seq-len", 16, "--workers", 2) == 0
             assert packed_bytes(out) == packed_bytes(tmp_path / "two")
 
+    def test_dataset_that_changed(self, tmp_path, tok, capsys, monkeypatch):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        folder = tmp_path / "data"
+        write_jsonl(folder / "train.jsonl", ["a", "b"])
+        assert pack(tmp_path / "out", [f"hf:{folder}"], tok, "--seq-len", 8) == 0
+        write_jsonl(folder / "train.jsonl", ["a", "c"])
+        os.utime(folder / "train.jsonl", ns=(1, 1))
+        assert pack(tmp_path / "out", [f"hf:{folder}"], tok, "--seq-len", 8) == 1
+        assert f"dataset hf:{folder} changed" in capsys.readouterr().err
+
     def test_dataset_split_that_does_not_exist(self, tmp_path, tok, capsys, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         write_jsonl(tmp_path / "data" / "train.jsonl", ["a"])
