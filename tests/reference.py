@@ -31,7 +31,8 @@ class Settings:
     head_dim: int
     eps: float
     theta: float
-    router: str = "dynamic"  # or "static" (bias only), "softmax" (softmax of the bias)
+    router: str = "dynamic"  # or "static" (bias only), "softmax" (softmax of the bias), "fixed" (pattern)
+    pattern: tuple[tuple[float, ...], ...] = ()  # the weights [k][L] of router "fixed"
 
 
 # ---------------------------------------------------------------------------------------------- pieces
@@ -103,6 +104,8 @@ def router_sources(s: Settings) -> list[int]:
 def mixing_weights(p: dict, s: Settings, branch: str, normed: list[Tensor]) -> list[list[Tensor]]:
     """alpha[j][layer]: how much of source l goes into channel j."""
     at = f"model.pool.{branch}."
+    if s.router == "fixed":
+        return [[normed[0].new_tensor(weight) for weight in row] for row in s.pattern]
     alpha = p[at + "router_bias"]
     if s.router == "dynamic":
         alpha = p[at + "router_weight"] @ torch.cat([normed[layer] for layer in router_sources(s)]) + alpha
@@ -316,6 +319,111 @@ def vanilla(p: dict, s: Settings, tokens: list[int], documents: list[int]) -> Te
     for layer in range(s.layers):
         x_T = plain_layer(p, s, layer, x_T, documents)
     return torch.stack([hidden(p, s, x) for x in x_T])
+
+
+# ------------------------------------------------------------------------------------------------- ablation
+
+
+def own_depth_entry(
+    p: dict, s: Settings, layer: int, states: list[Tensor], position: int
+) -> tuple[list, list]:
+    """Keys and values [h] of channel `layer`, mixed from the states of layers 0 … `layer` alone."""
+    sides = []
+    for branch in ("key", "value"):
+        at = f"model.pool.{branch}."
+        normed = [rms_norm(states[m], p[at + "source_norm"][m], s.eps) for m in range(layer + 1)]
+        mix = torch.zeros_like(states[0])
+        scores = []
+        for m in range(layer + 1):
+            row = layer * s.layers + m
+            alpha = p[at + "router_bias"][row]
+            if s.router == "dynamic":
+                for block, source in enumerate(router_sources(s)):
+                    if source <= layer:
+                        weight = p[at + "router_weight"][row].reshape(-1, len(mix))[block]
+                        alpha = alpha + (weight * normed[source]).sum()
+            scores.append(alpha)
+        if s.router == "softmax":
+            scores = list(torch.softmax(torch.stack(scores), dim=0))
+        for m in range(layer + 1):
+            mix = mix + scores[m] * normed[m]
+        projected = p[at + "proj"][layer] @ rms_norm(mix, p[at + "channel_norm"][layer], s.eps)
+        sides.append(split_heads(projected, s.kv_heads))
+    keys, values = sides
+    norm = p["model.pool.key.head_norm"][layer]
+    return [rotate(rms_norm(key, norm, s.eps), position, s.theta) for key in keys], values
+
+
+def no_feedback(p: dict, s: Settings, tokens: list[int], documents: list[int]) -> Tensor:
+    """§5.3, no deep-to-shallow feedback: ordinary causal attention, itself included: hidden [T, D]."""
+    positions = positions_in_document(documents)
+    states = [[p["model.embed_tokens.weight"][token]] for token in tokens]
+    for layer in range(s.layers):
+        entries = [own_depth_entry(p, s, layer, states[i], positions[i]) for i in range(len(tokens))]
+        for i in range(len(tokens)):
+            seen = [entries[j] for j in [*visible(documents, i), i]]
+            keys, values = [key for key, _ in seen], [value for _, value in seen]
+            states[i].append(attention_and_mlp(p, s, layer, states[i][-1], positions[i], keys, values))
+    return torch.stack([hidden(p, s, state[-1]) for state in states])
+
+
+# --------------------------------------------------------------------------------------------- LCKV sandwich
+
+
+def nothing(p: dict, s: Settings, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The slot of zeros that every query of a condensed layer sees."""
+    return [like.new_zeros(s.head_dim)] * s.kv_heads, [like.new_zeros(s.head_dim)] * s.kv_heads
+
+
+def lckv(
+    p: dict,
+    s: Settings,
+    tokens: list[int],
+    documents: list[int],
+    condensed: range,
+    steps: list[Step],
+    no_grad: int = 0,
+) -> Tensor:
+    """Warm-up layers with KV of their own, once, around condensed layers that share one KV: hidden [T, D].
+
+    The shared entry of a token comes from the state entering the top condensed layer, and at the start from
+    the state that leaves the warm-up layers below. `steps` and `no_grad` as in `passes`.
+    """
+    positions = positions_in_document(documents)
+    x_T = [p["model.embed_tokens.weight"][token] for token in tokens]
+    for layer in range(condensed.start):
+        x_T = plain_layer(p, s, layer, x_T, documents)
+    top = condensed[-1]
+    entries = [own_entry(p, s, top, x, position) for x, position in zip(x_T, positions, strict=True)]
+    if no_grad:
+        entries = [detach_sides(entry) for entry in entries]
+    out = list(x_T)
+    for step in steps:
+        written = []
+        for i, number in step:
+            seen = [nothing(p, s, x_T[i])] + [entries[j] for j in visible(documents, i)]
+            keys, values = [key for key, _ in seen], [value for _, value in seen]
+            with torch.set_grad_enabled(number >= no_grad and torch.is_grad_enabled()):
+                state = x_T[i]
+                for layer in condensed:
+                    if layer == top:
+                        entering = state
+                    state = attention_and_mlp(p, s, layer, state, positions[i], keys, values)
+            out[i] = state
+            if number < no_grad:
+                entering = entering.detach()
+            entry = own_entry(p, s, top, entering, positions[i])
+            written.append(detach_sides(entry) if number < no_grad - 1 else entry)
+        for (i, _), entry in zip(step, written, strict=True):
+            entries[i] = entry
+    for layer in range(condensed.stop, s.layers):
+        out = plain_layer(p, s, layer, out, documents)
+    return torch.stack([hidden(p, s, x) for x in out])
+
+
+def detach_sides(entry: tuple[list[Tensor], list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    keys, values = entry
+    return [key.detach() for key in keys], [value.detach() for value in values]
 
 
 # ------------------------------------------------------------------------------------------- schedules
