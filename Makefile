@@ -34,7 +34,7 @@ test: $(BUILT)
 
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)
-	@tests/slurm/cluster.sh build/slurm run $(VENV)/bin/python -m pytest -m slurm tests/slurm $(ARGS)
+	@tests/slurm/cluster.sh build/slurm run $(VENV)/bin/python -m pytest -m slurm --basetemp build/slurm/tests tests/slurm $(ARGS)
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/ruff check .

@@ -31,6 +31,8 @@ trap '' USR1 TERM
 code=$?
 
 if [ "$code" -ne 0 ] && [ -n "${WM_ATTEMPT:-}" ]; then
+  # A rank that ends because another was killed must not be noted before that one (watchdog.py waits as long).
+  [ "$code" -gt 128 ] || sleep 3
   step=$(tr -dc 0-9 2>/dev/null <"$progress") || step=
   record=$(printf '%s/attempts/%04d.failure' "$WM_RUN_DIR" "$WM_ATTEMPT")
   kind="exited"

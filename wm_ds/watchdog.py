@@ -30,7 +30,7 @@ from wm_ds.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
 
 DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
 FAILURE_GRACE_S = 10.0
-NOTE_DELAY_S = 2.0
+NOTE_DELAY_S = 3.0  # rank.sh waits as long
 
 
 def configured_timeout_s() -> float:

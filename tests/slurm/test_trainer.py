@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slurm
 DEADLINE_S = 420  # four ranks that import torch and DeepSpeed on two busy cores
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "tests/slurm/tiny.yaml"
-STEPS = 20
-PACK = ["--txt-split=blank-lines", "--seq-len=32", "--holdout=16", "--shard-bytes=20000"]
+STEPS = 12
+PACK = ["--txt-split=blank-lines", "--seq-len=48", "--holdout=16", "--shard-bytes=20000"]
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +129,7 @@ def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster,
         f"steps={STEPS}",
         "checkpoint.every=1000",
     )
-    cluster.wait_step(6, 200)
+    cluster.wait_step(4, 200)
     urgent = cluster.sbatch(
         "-p", "urgent", "--nodes=4", "--exclusive", "--time=1", "-o", "/dev/null", "--wrap", "sleep 1"
     )
