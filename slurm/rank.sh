@@ -26,7 +26,8 @@ progress=/dev/shm/wm_ds.${SLURM_JOB_ID}.${WM_ATTEMPT:-0}.$RANK
 export WM_PROGRESS_FILE=$progress
 
 # A signal before the trainer has its handlers must not kill it; the batch script repeats USR1 until it is heard.
-trap '' USR1 TERM
+# SLURM sends every signal to this shell as well, which has to outlive them.
+trap '' USR1 USR2 TERM
 "$@"
 code=$?
 

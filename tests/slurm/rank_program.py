@@ -2,7 +2,7 @@
 
 Same command line, markers, exit codes, signals, attempts and watchdog as `wm_ds.train`; the process group is
 a few sockets, the model is one number. Settings come as key=value: steps, step_s, save_every, and a fault
-(`raise`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at
+(`raise`, `exit3`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at
 `fault_step`, in attempts up to `fault_attempts`.
 """
 
@@ -84,6 +84,8 @@ def fail(kind: str) -> None:
     if kind == "refuse":
         print("error: global_batch 7 does not divide over 4 ranks", file=sys.stderr)
         sys.exit(2)
+    if kind == "exit3":
+        sys.exit(3)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "freeze":

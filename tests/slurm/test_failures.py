@@ -44,6 +44,18 @@ def test_a_killed_rank_ends_the_job_with_137(cluster):
     assert seconds_from(cluster.log(), "training; follow", "exit code 137") < 60
 
 
+@pytest.mark.parametrize(("module", "code"), [("rank_program", 3), ("no_such_module", 1)])
+def test_the_ranks_exit_code_is_the_jobs(cluster, module, code):
+    cluster.env.update(WM_MAX_CRASHES="0", WM_TRAIN_MODULE=module)
+    job = cluster.train("steps=50", "step_s=0.1", "fault=exit3", "fault_rank=1", "fault_step=3")
+    waiting = cluster.sbatch(
+        f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", "-o", "/dev/null", "--wrap", "true"
+    )
+    ended = cluster.wait_end(job, 60)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{code}:0")
+    assert cluster.wait_end(waiting, 20)["JobState"] == "CANCELLED"
+
+
 def test_a_crash_is_retried_and_the_run_completes(cluster):
     job = cluster.train("steps=30", "step_s=0.1", "save_every=5", "fault=kill", "fault_step=13")
     ended = cluster.wait_end(job)

@@ -81,6 +81,16 @@ def test_usr1_that_does_not_reach_the_batch_script(cluster, receiver):
     assert cluster.losses() == pytest.approx(expected_losses(40), rel=1e-12)
 
 
+def test_usr2_shows_where_every_rank_is_and_disturbs_nothing(cluster):
+    job = cluster.train("steps=40", "step_s=0.2")
+    cluster.wait_step(5)
+    cluster.call("scancel", "--signal=USR2", f"{job}.1")
+    ended = cluster.wait_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
+    assert all("in main" in log for log in cluster.rank_logs(1).values())
+    assert cluster.losses() == pytest.approx(expected_losses(40), rel=1e-12)
+
+
 def test_scancel_stays_cancelled(cluster):
     job = cluster.train("steps=500", "step_s=0.2")
     cluster.wait_step(5)

@@ -143,6 +143,19 @@ def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster,
     assert cluster.losses() == finished["losses"], "bitwise"
 
 
+def test_a_batch_that_does_not_divide_is_refused_with_the_choices(cluster, finished):
+    if not finished:
+        pytest.skip("needs the run of test_pack_train_export_evaluate")
+    real(cluster)
+    jobs = submit(
+        cluster, "--stages=train", "--nodes=1", "--gpus-per-node=3", CONFIG, f"data.train={finished['data']}"
+    )
+    ended = cluster.wait_end(jobs["train"], 200)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
+    refusal = "error: global_batch 4 does not divide over 3 ranks x micro_batch 1; use "
+    assert train_log(cluster, jobs["train"]).count(refusal) == 1
+
+
 def test_a_rank_that_raises(cluster, finished):
     if not finished:
         pytest.skip("needs the run of test_pack_train_export_evaluate")
