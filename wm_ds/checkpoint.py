@@ -218,10 +218,9 @@ class Checkpoints:
         """Whether the snapshots of each host's ranks fit into its free memory; all ranks decide alike."""
         needed = 0
         for share in self._state.shares():
-            size = (share.owned[1] - share.owned[0]) * share.view.element_size()
             key = f"{share.name}:{share.kind}:{share.owned[0]}"
             if key not in self._host:
-                needed += size
+                needed += (share.owned[1] - share.owned[0]) * share.view.element_size()
         hosts = self._agreement.gather((socket.gethostname(), needed, psutil.virtual_memory().available))
         for name in {host for host, _, _ in hosts}:
             need = sum(n for host, n, _ in hosts if host == name)
@@ -232,6 +231,10 @@ class Checkpoints:
                     f"{need / 2**30:.1f} GiB: this save is written while training waits"
                 )
                 return False
+        if needed:
+            self._say(
+                f"checkpoint: a rank's snapshot keeps {needed / 2**20:.1f} MiB of host memory from now on"
+            )
         return True
 
     def _collect(self, job: "_Job", background: bool) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _SERVER.set_forkserver_preload(
         "torch._dynamo",
         "wm_ds.checkpoint",
         "wm_ds.stopping",
+        "wm_ds.train",
     ]
 )
 
@@ -38,18 +40,31 @@ def start(world: int, plan: list[dict], folder: Path) -> list[BaseProcess]:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
+    files = [(str(folder / "plan.json"), str(folder / f"answer_{rank}.json")) for rank in range(world)]
+    return _fork(checkpoint_worker.main, files, folder)
+
+
+def start_trainer(world: int, arguments: list[str], folder: Path) -> list[BaseProcess]:
+    """Start the real trainer on `world` ranks; rank N writes FOLDER/rank_N.log."""
+    from tests.dist import checkpoint_worker
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return _fork(checkpoint_worker.trainer, [(arguments,)] * world, folder)
+
+
+def _fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BaseProcess]:
     port, ranks = str(free_port()), []
-    for rank in range(world):
+    for rank, own in enumerate(arguments):
         env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
+            "WORLD_SIZE": str(len(arguments)),
+            "LOCAL_WORLD_SIZE": str(len(arguments)),  # as torchrun sets it
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        files = [str(folder / name) for name in ("plan.json", f"answer_{rank}.json", f"rank_{rank}.log")]
         process = _SERVER.Process(
-            target=checkpoint_worker.main, args=(files[0], files[1], env, files[2]), daemon=True
+            target=target, args=(*own, env, str(folder / f"rank_{rank}.log")), daemon=True
         )
         process.start()
         ranks.append(process)

@@ -8,12 +8,15 @@ matrices, norms, a tied or free head, a frozen parameter and a persistent buffer
 import hashlib
 import json
 import os
+import random
 import resource
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -60,7 +63,8 @@ class Loss(nn.Module):
         lm, layer = self.lm, self.lm.layers[0]
         h = lm.embed_tokens(ids)
         if self.noise:
-            h = h + self.noise * torch.randn_like(h)  # makes the loss depend on the generators
+            # The loss depends on all generators, and a run that does not restore them goes its own way.
+            h = h + self.noise * (random.random() + np.random.random()) * torch.randn_like(h)
         h = h + layer.self_attn.q_proj(h * lm.norm.weight * lm.q_norm.weight)
         h = h + layer.mlp.down_proj(torch.tanh(layer.mlp.up_proj(h)))
         h = h + torch.einsum("bti,kji->btj", h, lm.pool.key.proj.to(h.dtype)) / 3
@@ -79,7 +83,8 @@ def build(case: dict, world: distributed.World) -> tuple:
     """(engine, optimizer) of a case: stage, precision, optimizer, offload, tied, noise, seed."""
     import deepspeed
 
-    torch.manual_seed(case.get("seed", 0))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(case.get("seed", 0))
     module = Loss(case.get("tied", False), case.get("noise", 0.0))
     named = {n.removeprefix("lm."): p for n, p in module.named_parameters() if p.requires_grad}
     shapes = [(n, tuple(p.shape)) for n, p in named.items()]
@@ -165,6 +170,10 @@ def run_case(case: dict, world: distributed.World) -> dict:
     stopping.install()
     if world.rank == case.get("die_rank"):
         die_at_event(case["dir"], case["die_event"])
+    if "free_bytes" in case:
+        checkpoint.psutil = SimpleNamespace(
+            virtual_memory=lambda: SimpleNamespace(available=case["free_bytes"])
+        )
     if world.rank == case.get("hang_rank"):  # a file system that does not answer
         checkpoint.write_fragments = lambda *_: time.sleep(90)
     if world.rank == case.get("limit_rank"):  # no file larger than this, as a full disk would have it
@@ -216,13 +225,29 @@ def die_at_event(folder: str, number: int) -> None:
     sys.addaudithook(watch)
 
 
-def main(plan: str, answer: str, env: dict[str, str], log: str) -> None:
-    """One rank: run the plan's cases in order; the answer is rewritten after each."""
+def prepare(env: dict[str, str], log: str) -> None:
+    """Make this forked process a rank: its environment, its log, one thread."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(env)
     torch.set_num_threads(1)
+
+
+def trainer(arguments: list[str], env: dict[str, str], log: str) -> None:
+    """One rank of the real trainer, as `python -m wm_ds.train ARGUMENTS` would be."""
+    from wm_ds import train
+
+    prepare(env, log)
+    code = train.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(plan: str, answer: str, env: dict[str, str], log: str) -> None:
+    """One rank: run the plan's cases in order; the answer is rewritten after each."""
+    prepare(env, log)
     world = distributed.init(timeout_minutes=2)
     answers = []
     for case in json.loads(Path(plan).read_text()):
