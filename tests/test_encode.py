@@ -228,27 +228,47 @@ def test_quicktok_gives_the_ids_of_tokenizers(qwen_spec, tmp_path):
             assert np.array_equal(got, expected)
 
 
-def test_quicktok_for_another_byte_level_tokenizer_is_refused_or_exact(tok, tmp_path):
-    """The toy tokenizer's grammar is none that quicktok has; it must say so."""
-    pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
-    with pytest.raises(TokenizerError, match="does not know tokenizers like"):
-        fast_encode.build(open_tokenizer(str(tok)), tmp_path / "fast")
+class TestQuicktokOnAToy:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls, tmp_path_factory):
+        pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
+        folder = toy_corpus.byte_tokenizer(tmp_path_factory.mktemp("t"), words=toy_corpus.QWEN_WORDS)
+        return open_tokenizer(str(folder))
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def built(cls, spec, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("fast")
+        fast_encode.build(spec, folder)
+        return folder
 
-def test_a_differing_fast_encoder_is_refused(qwen_spec, tmp_path, monkeypatch):
-    pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
-    fast_encode.build(qwen_spec, tmp_path / "fast")
-    encode_right = fast_encode.QuicktokEncoder.encode
+    @settings(deadline=None)
+    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=4))
+    def test_same_ids(self, spec, built, texts):
+        texts = [*texts, "the other<think>in" + "".join(texts), toy_corpus.EOS]
+        got, expected = (
+            fast_encode.QuicktokEncoder(spec, built).encode(texts),
+            make_encoder(spec).encode(texts),
+        )
+        assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
-    def wrong(self, texts):
-        ids, offsets = encode_right(self, texts)
-        return np.where(ids == unlucky, 1, ids).astype(np.uint32), offsets
+    def test_another_grammar_is_refused(self, spec, tok, tmp_path):
+        with pytest.raises(TokenizerError, match="does not know tokenizers like"):
+            fast_encode.build(open_tokenizer(str(tok)), tmp_path / "fast")
 
-    (unlucky,) = encode(qwen_spec, [" rivers"])[0]
-    monkeypatch.setattr(fast_encode.QuicktokEncoder, "encode", wrong)
-    fast_encode.check(qwen_spec, tmp_path / "fast", ["nothing unusual"])
-    with pytest.raises(TokenizerError, match=r"differ on 'all about rivers' \(token \d: \[1"):
-        fast_encode.check(qwen_spec, tmp_path / "fast", ["fine", "all about rivers"])
+    def test_a_difference_is_refused(self, spec, built, monkeypatch):
+        right = fast_encode.QuicktokEncoder.encode
+        (unlucky,) = encode(spec, [" the"])[0]
+
+        def wrong(self, texts):
+            ids, offsets = right(self, texts)
+            return np.where(ids == unlucky, 1, ids).astype(np.uint32), offsets
+
+        monkeypatch.setattr(fast_encode.QuicktokEncoder, "encode", wrong)
+        fast_encode.check(spec, built, ["nothing unusual"])
+        with pytest.raises(TokenizerError, match=r"differ on 'in the end' \(token \d: \[1"):
+            fast_encode.check(spec, built, ["fine", "in the end"])
 
 
 def test_quicktok_missing(tok, tmp_path, monkeypatch):

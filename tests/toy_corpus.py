@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
@@ -29,12 +29,22 @@ def tool(name: str) -> ModuleType:
     return module
 
 
+# Qwen's way to cut text into words.
+QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 def byte_tokenizer(
-    folder: Path, *, eos: str | None = EOS, filler_tokens: int = 0, template: bool = False
+    folder: Path,
+    *,
+    eos: str | None = EOS,
+    filler_tokens: int = 0,
+    template: bool = False,
+    words: str | None = None,
 ) -> Path:
     """Byte-level BPE: 256 bytes, a few merges, <|im_start|>, then filler tokens, EOS last.
 
-    template: a post-processor that adds EOS by itself. eos=None: no EOS is declared.
+    template: a post-processor that adds EOS by itself. eos=None: no EOS is declared. words: a pattern for
+    words instead of GPT-2's.
     """
     vocabulary = {byte: i for i, byte in enumerate(BYTES)}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("e", "r")]
@@ -44,6 +54,13 @@ def byte_tokenizer(
         vocabulary[f"filler{i}"] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if words:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(words), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", *([eos] if eos else [])])
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])

@@ -144,8 +144,9 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
     plan = make_plan(files, tokenizer, settings)
     tasks = args.tasks or 1
     units = pack.task_units(plan, args.task, tasks)
-    with Progress("packing", plan.bytes_of(units), len(units)) as progress:
-        pack.pack(
+    todo = pack.unpublished(args.output, units)
+    with Progress("packing", plan.bytes_of(todo), len(todo)) as progress:
+        done = pack.pack(
             plan,
             args.output,
             bad=pack.BadRecords(args.on_bad_record == "skip", args.allow_truncated),
@@ -155,11 +156,14 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
             report=progress.update,
         )
     if args.tasks is not None:
-        print(
-            f"task {args.task} of {tasks}: {len(units)} shards are published in {args.output}; "
-            f"when all tasks are done, run: tools/pack_data.py merge {args.output}",
-            file=sys.stderr,
-        )
+        if args.json:
+            print(json.dumps({"output": str(args.output), "task": args.task, "tasks": tasks, **done}))
+        else:
+            print(
+                f"task {args.task} of {tasks}: {done['shards']} shards are published in {args.output} with "
+                f"{done['documents']:,} documents, {done['tokens']:,} tokens; when all tasks are done, run: "
+                f"tools/pack_data.py merge {args.output}"
+            )
         return None
     return merge(args.output, verify=False)
 

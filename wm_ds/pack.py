@@ -338,6 +338,10 @@ def task_units(plan: Plan, task: int, tasks: int) -> list[int]:
     return list(range(task, len(plan.units), tasks))
 
 
+def unpublished(root: Path, numbers: list[int]) -> list[int]:
+    return [number for number in numbers if not (root / shards.shard_name(number)).is_dir()]
+
+
 def pack(
     plan: Plan,
     root: Path,
@@ -347,8 +351,12 @@ def pack(
     task: int = 0,
     tasks: int = 1,
     report: Callable[[int, int, int], None] = lambda *_: None,
-) -> None:
-    """Pack this task's units that are not yet published."""
+) -> dict[str, int]:
+    """Pack this task's units that are not yet published; returns counts of all of the task's shards.
+
+    report: see pack_units. Raises PackError when the folder is another plan's, an input changed, a record is bad,
+    a worker dies or the disk is full.
+    """
     prepare(plan, root)
     with _lock(root, task):
         mine = task_units(plan, task, tasks)
@@ -360,18 +368,18 @@ def pack(
                     raise BadRecordError(_describe_bad(example))
         check_sources(plan, root, [number for number, record in records.items() if record])
         todo = [number for number in mine if not records[number]]
-        if not todo:
-            return
         try:
-            fast = root / f".encoder-{task}" if plan.settings.encoder == "quicktok" else None
-            if fast:
+            fast = None
+            if todo and plan.settings.encoder == "quicktok":
+                fast = root / f".encoder-{task}"
                 build(plan.tokenizer, fast)
                 check(plan.tokenizer, fast, sample(plan))
-            pack_units(plan, todo, root, fast, bad, workers, report)
+            if todo:
+                pack_units(plan, todo, root, fast, bad, workers, report)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            count = sum((root / shards.shard_name(number)).is_dir() for number in mine)
+            count = len(mine) - len(unpublished(root, mine))
             raise PackError(
                 f"no space left in {root}: {count} of {len(mine)} shards are published and stay valid; "
                 f"free space and run the same command again"
@@ -379,6 +387,11 @@ def pack(
         finally:
             _remove_leftovers(root, mine)
             shutil.rmtree(root / f".encoder-{task}", ignore_errors=True)
+        done = [shards.read_record(root, shards.shard_name(number)) for number in mine]
+    return {
+        "shards": len(done),
+        **{name: sum(r[name] for r in done if r) for name in ("documents", "tokens")},
+    }
 
 
 def _remove_leftovers(root: Path, numbers: list[int]) -> None:

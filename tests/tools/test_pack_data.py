@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests import toy_corpus
 from tests.toy_corpus import EOS, documents, pack, pack_process, packed_bytes, run, write_jsonl
@@ -118,6 +120,62 @@ class TestCounts:
         summary = json.loads(capsys.readouterr().out)
         assert summary["counts"]["written"] == 1
         assert summary["sequences"] == 1
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    records=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=8),
+    align=st.sampled_from([1, 4]),
+    shard_bytes=st.integers(10, 300),
+    trained=st.booleans(),
+)
+def test_text_to_shards_to_text(tok, small_tok, tmp_path_factory, records, align, shard_bytes, trained):
+    """Byte for byte, through byte-level BPE and through our own trained tokenizer."""
+    root = tmp_path_factory.mktemp("trip")
+    source = write_jsonl(root / "in.jsonl", ["never empty", *records])
+    options = ("--seq-len", 8, "--align", align, "--shard-bytes", shard_bytes)
+    assert pack(root / "out", [source], small_tok if trained else tok, *options) == 0
+    assert texts(root / "out") == ["never empty", *(text for text in records if text)]
+
+
+@pytest.fixture(scope="module")
+def small_tok(tmp_path_factory):
+    root = tmp_path_factory.mktemp("small")
+    source = write_jsonl(root / "in.jsonl", toy_corpus.numbered(100))
+    train = toy_corpus.tool("train_tokenizer")
+    assert train.main(["--input", str(source), "--vocab-size", "290", "--output", str(root / "tok")]) == 0
+    return root / "tok"
+
+
+class TestEncoders:
+    RECORDS = ("the winter", "in<think>the", f"a{EOS}b", "e\u0301\0\u2028 x", "12 other rivers  \n") * 5
+
+    def test_quicktok_gives_the_same_shards(self, tmp_path, capsys):
+        pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
+        tok = toy_corpus.byte_tokenizer(tmp_path / "tok", words=toy_corpus.QWEN_WORDS)
+        source = write_jsonl(tmp_path / "in.jsonl", list(self.RECORDS))
+        options = ("--seq-len", 16, "--shard-bytes", 100)
+        for encoder, workers in (("tokenizers", 1), ("quicktok", 1), ("quicktok", 2)):
+            out = tmp_path / f"{encoder}{workers}"
+            more = ("--encoder", encoder, "--workers", workers)
+            assert pack(out, [source], tok, *options, *more) == 0
+            assert not list(out.glob(".*")), "neither lock nor tables stay behind"
+        assert documents(tmp_path / "tokenizers1") == documents(tmp_path / "quicktok1")
+        assert packed_bytes(tmp_path / "quicktok1") == packed_bytes(tmp_path / "quicktok2")
+        assert texts(tmp_path / "quicktok1") == list(self.RECORDS)
+
+    def test_quicktok_for_a_tokenizer_that_it_does_not_know(self, tmp_path, tok, capsys):
+        pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
+        source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+        assert pack(tmp_path / "out", [source], tok, "--encoder", "quicktok") == 1
+        assert "use --encoder tokenizers" in capsys.readouterr().err
+
+    def test_sentencepiece_model(self, tmp_path, small_tok):
+        source = write_jsonl(tmp_path / "in.jsonl", list(self.RECORDS))
+        for name, tokenizer in (("folder", small_tok), ("model", small_tok / "sentencepiece.model")):
+            assert pack(tmp_path / name, [source], tokenizer, "--seq-len", 16) == 0
+            assert texts(tmp_path / name) == list(self.RECORDS)
+        assert documents(tmp_path / "folder") == documents(tmp_path / "model")
 
 
 class TestTail:
@@ -350,7 +408,9 @@ class TestSameResult:
             if task == order[-1] and 1 < tasks < 16:
                 assert toy_corpus.PACK.main(["merge", str(out)]) == 1
                 assert "are missing" in capsys.readouterr().err
-            assert pack(out, [source], tok, *self.OPTIONS, "--task", task, "--tasks", tasks) == 0
+            assert pack(out, [source], tok, *self.OPTIONS, "--task", task, "--tasks", tasks, "--json") == 0
+            told = json.loads(capsys.readouterr().out)
+            assert told["shards"] == len(range(task, 16, tasks))
             assert not (out / "manifest.json").exists()
         assert toy_corpus.PACK.main(["merge", str(out)]) == 0
         assert packed_bytes(out) == expected
