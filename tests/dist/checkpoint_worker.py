@@ -147,6 +147,7 @@ def run_case(case: dict, world: distributed.World) -> dict:
     from wm_ds import checkpoint
     from wm_ds.agreement import Agreement
     from wm_ds.checkpoint import CheckpointError, Checkpoints
+    from wm_ds.checkpoint_format import Reader
     from wm_ds.stopping import Stopping
 
     engine, optimizer = build(case, world)
@@ -166,6 +167,9 @@ def run_case(case: dict, world: distributed.World) -> dict:
         timeout_s=case.get("timeout_s", 60.0),
         say=say,
     )
+    reads: list[int] = []
+    original = Reader._slice
+    Reader._slice = lambda *a: reads.append(a[4] - a[3]) or original(*a)
     stopping = Stopping(case["dir"], Agreement(case.get("timeout_s", 60.0)), time_limit_s=case.get("limit_s"))
     stopping.install()
     if world.rank == case.get("die_rank"):
@@ -201,11 +205,13 @@ def run_case(case: dict, world: distributed.World) -> dict:
             print(f"step {step}", flush=True)
             time.sleep(case.get("pause_s", 0.0))
         store.wait()
+        answer["reads"] = [len(reads), max(reads, default=0)]
         if case.get("weights"):
             answer["weights"] = full_weights(engine)
     except CheckpointError as error:
         answer["error"] = str(error)
         print(f"failed: {error}", flush=True)
+    Reader._slice = original
     engine.destroy()
     return answer
 

@@ -191,8 +191,11 @@ def test_there_and_back(runs, tmp_path):
     base, _ = runs
     source = step(base / "quiet-stage2-fp32", 2)
     far = {"stage": 3, "dir": str(tmp_path / "far"), "resume": str(source), "steps": 2, "save_first": True}
-    run(3, [far])
+    reads = run(3, [far])[1][0]["reads"]
     assert read_manifest(step(tmp_path / "far", 2)).run["world_size"] == 3
+    assert reads[0] > 0
+    largest = max(entry.numel for entry in read_manifest(source).tensors.values())
+    assert reads[1] < largest / 2  # of the largest tensor this rank reads its third only
     back = {"stage": 1, "dir": str(tmp_path / "back"), "resume": str(step(tmp_path / "far", 2)), "steps": 2}
     run(2, [back | {"save_first": True}])
     assert_same_state(source, step(tmp_path / "back", 2))
@@ -237,6 +240,20 @@ def test_wrong_resumes_are_errors_before_the_first_step(runs, tmp_path):
         for rank in (0, 1):
             assert text in answers[rank][i]["error"], answers[rank][i]["error"]
             assert answers[rank][i]["losses"] == {}
+
+
+def test_snapshot_that_does_not_fit_into_memory(tmp_path):
+    """Said loudly, and the save is written from the live tensors instead: the same checkpoint."""
+    case = {"stage": 2, "steps": 2, "save_at": [1, 2]}
+    tight = run(2, [case | {"dir": str(tmp_path / "tight"), "free_bytes": 100_000}])[0][0]
+    roomy = run(2, [case | {"dir": str(tmp_path / "roomy")}])[0][0]
+    assert sum("this save is written while training waits" in line for line in tight["lines"]) == 2
+    assert sum("of host memory from now on" in line for line in roomy["lines"]) == 1
+    assert not any("while training waits" in line for line in roomy["lines"])
+    for number in (1, 2):
+        assert fragment_files(step(tmp_path / "tight", number)) == fragment_files(
+            step(tmp_path / "roomy", number)
+        )
 
 
 def test_client_state_is_plain_json(runs):
