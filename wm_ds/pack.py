@@ -354,8 +354,8 @@ def pack(
 ) -> dict[str, int]:
     """Pack this task's units that are not yet published; returns counts of all of the task's shards.
 
-    report: see pack_units. Raises PackError when the folder is another plan's, an input changed, a record is bad,
-    a worker dies or the disk is full.
+    report: see pack_units. Raises PackError when the folder is another plan's, an input changed, a record is
+    bad, a worker dies or the disk is full.
     """
     prepare(plan, root)
     with _lock(root, task):
