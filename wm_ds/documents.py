@@ -21,6 +21,7 @@ from .inputs import DATASET_PREFIX, Input, InputError, Piece, load_dataset_strea
 
 BLANK = "blank_line"  # not a bad record: reported so that it can be counted
 _BLOCK = 1 << 20
+_COMPRESSED_BLOCK = 1 << 14  # small, since a block can grow a thousandfold
 
 
 class Record(NamedTuple):
@@ -74,9 +75,10 @@ class PieceReader:
 
     def _raw(self) -> Iterator[bytes]:
         remaining = self._piece.stop - self._piece.start
+        size = _BLOCK if self._item.compression is None else _COMPRESSED_BLOCK
         with open(self._item.name, "rb") as file:
             file.seek(self._piece.start)
-            while remaining and (block := file.read(min(_BLOCK, remaining))):
+            while remaining and (block := file.read(min(size, remaining))):
                 remaining -= len(block)
                 self._hash.update(block)
                 self._progress(len(block))

@@ -31,6 +31,7 @@ from .inputs import Input, Piece
 from .pack_plan import PackError, Plan, check_sources, filler_id, prepare
 
 _BATCH_BYTES = 1 << 20  # text handed to the encoder at once: large enough to hide Python, small in memory
+_BATCH_TEXTS = 4096  # and no more texts than this: an encoding of one word takes a kilobyte, too
 _EXAMPLES = 5  # bad records whose place a shard tells
 
 
@@ -120,7 +121,7 @@ def pack_unit(
                     counts["text_bytes"] += (
                         len(record.text) if record.text.isascii() else len(record.text.encode())
                     )
-                    if waiting >= _BATCH_BYTES:
+                    if waiting >= _BATCH_BYTES or len(texts) >= _BATCH_TEXTS:
                         write()
             if texts:
                 write()
@@ -362,10 +363,16 @@ def pack(
         mine = task_units(plan, task, tasks)
         _remove_leftovers(root, mine)
         records = {number: shards.read_record(root, shards.shard_name(number)) for number in mine}
-        for record in records.values():
-            for example in record["bad_examples"] if record else ():
-                if not bad.allows(example["reason"]):
-                    raise BadRecordError(_describe_bad(example))
+        for record in filter(None, records.values()):
+            refused = [reason for reason in record["bad"] if not bad.allows(reason)]
+            if refused:  # packed with another policy
+                places = [e for e in record["bad_examples"] if e["reason"] in refused]
+                unknown = {
+                    "place": f"an input of {record['name']}",
+                    "reason": refused[0],
+                    "detail": "skipped before",
+                }
+                raise BadRecordError(_describe_bad([*places, unknown][0]))
         check_sources(plan, root, [number for number, record in records.items() if record])
         todo = [number for number in mine if not records[number]]
         try:
