@@ -83,7 +83,7 @@ def build(run: Path, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.1 * noise + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(0.06 * noise + (1.0 if "norm" in name else 0.0))
     return model.eval()
 
 

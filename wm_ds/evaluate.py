@@ -48,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("perplexity", help="held-out loss by number of passes")
     one.add_argument("source", type=Path, metavar="RUN_OR_FOLDER", help="run, checkpoint, or exported folder")
-    one.add_argument("--step", type=int, help="of a run: the checkpoint of this step instead of the latest")
     one.add_argument("--data", type=Path, help="packed data (default: the run's; needed for a folder)")
     one.add_argument("--split", choices=("holdout", "train"), default="holdout")
     one.add_argument("--sequences", type=int, help="only the first so many of the split")
@@ -59,20 +58,35 @@ def main(arguments: list[str] | None = None) -> int:
         "--exact", type=int, default=4, metavar="N", help="exact evaluation of N sequences (default 4)"
     )
     one.add_argument("--tolerance", type=float, default=1e-3, help="of the converged row (default 1e-3)")
-    one.add_argument("--batch", type=int, default=8, help="sequences at a time (default 8)")
-    one.add_argument(
-        "--dtype", choices=sorted(DTYPES), default="float32", help="of the weights (default float32)"
+    two = commands.add_parser("lm-eval", help="downstream tasks through lm-evaluation-harness")
+    two.add_argument("source", type=Path, metavar="RUN_OR_FOLDER")
+    two.add_argument(
+        "--tasks", nargs="+", default=["paper"], help='task names; "paper" is the paper\'s suite'
     )
-    one.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    two.add_argument("--data", type=Path, metavar="DIR", help="read the tasks' data here, not from the Hub")
+    two.add_argument("--passes", type=int, help="cyclic passes (default: the model's; the paper's has 3)")
+    two.add_argument("--groups", type=int, help="groups of a pass (default: the model's)")
+    two.add_argument("--exact", action="store_true", help="exact autoregressive evaluation instead of passes")
+    two.add_argument("--limit", type=int, help="only the first so many documents of each task")
+    for command in (one, two):
+        command.add_argument("--step", type=int, help="of a run: the checkpoint of this step, not the latest")
+        command.add_argument("--batch", type=int, default=8, help="sequences at a time (default 8)")
+        command.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default float32")
+        command.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
     try:
-        world = distributed.init() if distributed.launch_size()[2] > 1 else alone()
-        report = evaluate_perplexity(options, world)
+        if options.command == "perplexity":
+            world = distributed.init() if distributed.launch_size()[2] > 1 else alone()
+            report = evaluate_perplexity(options, world)
+            text = table(report)
+        else:
+            world = alone()
+            report, text = evaluate_tasks(options, world)
     except REFUSED as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if world.is_main:
-        print(table(report))
+        print(text)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -104,7 +118,8 @@ def evaluate_perplexity(options: argparse.Namespace, world: World) -> dict[str, 
     model.config.use_cache = False
     if rows.vocab_size > model.config.vocab_size:
         raise EvaluationError(
-            f"{path} was packed with a vocabulary of {rows.vocab_size}, the model's has {model.config.vocab_size}"
+            f"{path} was packed with {rows.vocab_size} tokens, the model's vocabulary is "
+            f"{model.config.vocab_size}"
         )
     count = min(options.sequences or len(rows), len(rows))
     report: dict[str, Any] = {
@@ -164,8 +179,12 @@ def schedules(
     return found
 
 
-def name_of(schedule: Schedule) -> str:
+def name_of(schedule: Schedule | Converged) -> str:
     """A schedule in a few words."""
+    if isinstance(schedule, Converged):
+        return f"until converged to {schedule.tolerance:g}, g={schedule.groups}"
+    if schedule.kind == "exact":
+        return "exact, one token after another"
     kind = "Jacobi" if schedule.kind == "cyclic" and schedule.groups == 1 else schedule.kind
     where = f" of {schedule.chunk}" if schedule.chunk else ""
     groups = f", g={schedule.groups}" if schedule.groups > 1 else ""
@@ -205,6 +224,51 @@ def unigram_entropy(rows: PackedSequences, count: int) -> float:
         counts += torch.bincount(labels_T[labels_T != IGNORE], minlength=rows.vocab_size)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * p.log()).sum())
+
+
+# -- lm-eval -----------------------------------------------------------------------------------------------
+
+
+def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str, Any], str]:
+    """(results as data, as text) of downstream tasks. Raises one of REFUSED."""
+    from transformers import AutoTokenizer
+
+    from wm_ds import harness  # here, because the harness takes seconds to import
+
+    for name in ("batch", "limit", "passes", "groups"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise EvaluationError(f"--{name} {getattr(options, name)} must be at least 1")
+    try:
+        tasks = harness.find_tasks(options.tasks)
+        if options.data is not None:
+            for name in tasks:  # all of them before the first takes its hours
+                harness.local_files(name, options.data)
+        source = trained.find(options.source, options.step)
+        model = source.load(DTYPES[options.dtype], world.device)
+        schedule = scoring_schedule(model.config, options)
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_dir(), trust_remote_code=True)
+        lm = harness.ScheduledLM(model, tokenizer, batch_size=options.batch, schedule=schedule)
+        described = "one causal pass" if schedule is None else name_of(schedule)
+        print(f"scoring {source.path}: {described}, {options.dtype}", file=sys.stderr, flush=True)
+        results = harness.run(lm, tasks, data=options.data, limit=options.limit)
+    except harness.HarnessError as error:
+        raise EvaluationError(str(error)) from None
+    report = {"source": str(source.path), "step": source.step, "schedule": described, "dtype": options.dtype}
+    report |= {"limit": options.limit, "data": str(options.data or "Hub"), "results": results}
+    return report, f"{source.path}: {described}\n{harness.table(results)}"
+
+
+def scoring_schedule(config: Any, options: argparse.Namespace) -> Schedule | None:
+    """The schedule that was asked for, by default the one of the model's own forward in evaluation mode."""
+    if config.model_type != "whitematter" or not getattr(config, "feedback", True):
+        if options.passes or options.groups or options.exact:
+            raise EvaluationError("--passes, --groups and --exact are for WhiteMatter models with feedback")
+        return None
+    if options.exact:
+        return Schedule.exact()
+    if options.passes is None and options.groups is None:
+        return config.prefill_schedule()
+    return Schedule.cyclic(options.groups or config.prefill_groups, options.passes or config.prefill_passes)
 
 
 def table(report: dict[str, Any]) -> str:
