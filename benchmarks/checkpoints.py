@@ -89,6 +89,7 @@ def one_step(engine: Any, step: int, world: distributed.World) -> float:
 
 
 def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, Any]:
+    from wm_ds.agreement import Agreement
     from wm_ds.checkpoint import Checkpoints
 
     engine = engine_of(size, 2, folder, world)
@@ -120,6 +121,11 @@ def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, An
             share = saved.bytes
             if kind == "background":
                 writes.append(saved.write_s)
+    agreement, asked = Agreement(), []
+    for _ in range(200):
+        started = time.perf_counter()
+        agreement.maximum(0)
+        asked.append(time.perf_counter() - started)
     # The first background save makes the snapshot's memory; it is reported apart.
     return {
         "blocking_stall_s": statistics.median(stalls["blocking"]),
@@ -128,6 +134,7 @@ def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, An
         "background_write_s": statistics.median(writes[1:]),
         "step_s": statistics.median(alone),
         "step_beside_write_s": statistics.median(beside) if beside else float("nan"),
+        "agreement_s": statistics.median(asked),
         "snapshot_bytes": share,
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.ds.module.parameters()),
     }
@@ -228,6 +235,7 @@ def main() -> None:
         f"step without a save          {r['step_s']:8.2f} s   "
         f"while one is written x{r['step_beside_write_s'] / r['step_s']:.2f}"
     )
+    print(f"agreement to go on           {1e3 * r['agreement_s']:8.2f} ms  per step")
     print(f"snapshot in host memory      {r['snapshot_bytes'] / mib:8.0f} MiB per rank")
     print(
         f"on disk                      {r['disk_bytes'] / mib:8.0f} MiB "

@@ -146,6 +146,7 @@ def run_case(case: dict, world: distributed.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
     from wm_ds import checkpoint
     from wm_ds.agreement import Agreement
+    from wm_ds.attempt import Attempt
     from wm_ds.checkpoint import CheckpointError, Checkpoints
     from wm_ds.checkpoint_format import Reader
     from wm_ds.stopping import Stopping
@@ -165,6 +166,7 @@ def run_case(case: dict, world: distributed.World) -> dict:
         keep_every=case.get("keep_every", 0),
         background=case.get("background", True),
         timeout_s=case.get("timeout_s", 60.0),
+        attempt=Attempt(Path(case["dir"]), case["attempt"]) if "attempt" in case else None,
         say=say,
     )
     reads: list[int] = []

@@ -185,6 +185,19 @@ def test_disk_full(tmp_path):
         assert_failed_alone(answer, tmp_path / "disk", "No space left on device")
 
 
+def test_superseded_attempt_publishes_nothing(tmp_path):
+    """A node that was given up lives on while a newer attempt runs: its save must not become `latest`."""
+    attempts = tmp_path / "attempts"
+    attempts.mkdir()
+    (attempts / "0001.json").write_text("{}")
+    case = {"stage": 2, "dir": str(tmp_path), "resume": None, "steps": 2, "save_at": [2], "attempt": 1}
+    assert "error" not in run(2, [case])[0][0]
+    (attempts / "0002.json").write_text("{}")
+    answer = run(2, [case | {"steps": 40, "save_at": [4], "pause_s": 0.05}])
+    assert_failed_alone(answer, tmp_path, "attempt 1 of")
+    assert "superseded by a newer one" in answer[0][0]["error"]
+
+
 def test_rank_that_dies_is_not_waited_for(tmp_path):
     """With one rank dead inside its save, the other ends by itself, non-zero, well before the time-out."""
     case = CASE | {"dir": str(tmp_path / "run"), "die_rank": 1, "die_event": 2, "timeout_s": 30}

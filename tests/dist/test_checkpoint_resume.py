@@ -180,10 +180,9 @@ def assert_same_state(before: Path, after: Path) -> None:
         for kind in entry.states:
             kinds.add(kind)
             assert torch.equal(read_tensor(before, name, kind), read_tensor(after, name, kind)), (name, kind)
-    assert kinds == {"weight", "momentum", "exp_avg", "exp_avg_sq"}
-    assert not torch.equal(
-        read_tensor(before, "layers.0.self_attn.q_proj.weight", "momentum"), torch.zeros(63, 63)
-    )
+            if kind != "weight":  # two zeros would be no proof
+                assert read_tensor(before, name, kind).abs().sum() > 0
+    assert kinds - {"momentum"} == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 def test_there_and_back(runs, tmp_path):
@@ -199,6 +198,31 @@ def test_there_and_back(runs, tmp_path):
     back = {"stage": 1, "dir": str(tmp_path / "back"), "resume": str(step(tmp_path / "far", 2)), "steps": 2}
     run(2, [back | {"save_first": True}])
     assert_same_state(source, step(tmp_path / "back", 2))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_state_moves_in_every_precision(runs, tmp_path, world):
+    """bf16, autocast, AdamW, offload: every tensor equal after a move to another size and stage."""
+    base, _ = runs
+    sources = [
+        "stage2-bf16",
+        "stage0-bf16",
+        "stage2-autocast",
+        "stage2-adamw",
+        "stage2-offload",
+        "stage3-bf16",
+    ]
+    moves = [(name, stage) for name in sources for stage in (0, 2, 3) if stage != CASES[name]["stage"]]
+    plan = [
+        CASES[name]
+        | {"stage": stage, "offload": False, "dir": str(tmp_path / f"{name}-{stage}"), "steps": 4}
+        | {"resume": str(step(base / name, 4)), "save_first": True, "seed": 77}
+        for name, stage in moves
+    ]
+    answers = run(world, plan)
+    for i, (name, stage) in enumerate(moves):
+        assert "error" not in answers[0][i], (name, stage, answers[0][i]["error"])
+        assert_same_state(step(base / name, 4), step(tmp_path / f"{name}-{stage}", 4))
 
 
 def test_auto_resume(tmp_path):
