@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import Slots, Visibility, compute_dtype, slots_of
 from .pool import Pool
 from .schedule import Schedule
-from .tape import Tape, begin, columns, finish, overwrite, read, write
+from .tape import Tape, begin, columns, finish, overwrite, read, read_channel, write
 
 RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
 
@@ -169,13 +169,12 @@ class _Run:
         cos, sin = (table[:, columns(part.positions)] for table in self.rotary)
         slots = self.slots(part.positions)
         with torch.set_grad_enabled(mode == "all"):
-            x_BnD, keys, values = read(
-                tape, part.positions, slots.lengths, self.no_token if token is None else token
-            )
+            link = self.no_token if token is None else token
+            x_BnD = read(tape, part.positions, link)
             if part.turn < 0:
                 states, h_BnD = [x_BnD], None
             else:
-                states, h_BnD = self._layers(x_BnD, slots, cos, sin, keys, values, part.needs_hidden, mode)
+                states, h_BnD = self._layers(tape, link, x_BnD, slots, cos, sin, part.needs_hidden, mode)
         if not part.needs_pool:
             return None, None, h_BnD
         new_keys, new_values = self.pool(states, cos, sin, token if mode == "pool" else None)
@@ -183,12 +182,12 @@ class _Run:
 
     def _layers(
         self,
+        tape: Tape,
+        token: Tensor,
         h_BnD: Tensor,
         slots: Slots,
         cos: Tensor,
         sin: Tensor,
-        keys: list[list[Tensor]],
-        values: list[list[Tensor]],
         to_the_end: bool,
         mode: str,
     ) -> tuple[list[Tensor], Tensor | None]:
@@ -198,8 +197,8 @@ class _Run:
             states.append(h_BnD)
             if index == len(self.layers) - 1 and not to_the_end:
                 return states, None
-            channel = index % len(keys)
-            inputs = (h_BnD, slots, cos, sin, keys[channel], values[channel])
+            keys, values = read_channel(tape, index % len(tape.keys), slots.lengths, token)
+            inputs = (h_BnD, slots, cos, sin, keys, values)
             if "layer" in self.recompute and mode == "all":
                 h_BnD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

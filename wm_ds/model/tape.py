@@ -5,7 +5,8 @@ written in place, and a scalar `token` is threaded through the steps as the only
 between them:
 
     token = begin(x, dummy)
-    for each step:   x, K, V = read(token)   ->  layers, pool  ->  token = write(token, entries, h)
+    for each step:   x = read(token), K, V = read_channel(token) per layer  ->  layers, pool
+                     token = write(token, entries, h)
     hidden = finish(token)
 
 `write` keeps the entries that it overwrites. Its backward hands out the gradient that later readers left at
@@ -92,29 +93,33 @@ class _Begin(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tape: Tape, positions: range, lengths: list[int], token: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.tape, ctx.positions, ctx.lengths, ctx.token_like = tape, positions, lengths, token.new_zeros(())
-        ctx.set_materialize_grads(False)  # channels that the step did not read would cost a buffer of zeros
-        # `.data` gives the aliases version counters of their own: later writes to the buffer must not
-        # invalidate what attention saved, because the buffer is restored before its backward reads it.
-        keys = [channel[:, :, :m] for channel in tape.keys.data for m in lengths]
-        values = [channel[:, :, :m] for channel in tape.values.data for m in lengths]
-        return tape.x_BWD.data[:, columns(positions)], *keys, *values
+    def forward(ctx: Any, tape: Tape, positions: range, token: Tensor) -> Tensor:
+        ctx.tape, ctx.positions, ctx.token_like = tape, positions, token.new_zeros(())
+        return tape.x_BWD.data[:, columns(positions)]
 
     @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, grad_x: Tensor) -> tuple:
+        ctx.tape.grad_x_BWD[:, columns(ctx.positions)] += grad_x
+        return None, None, ctx.token_like
+
+
+class _ReadChannel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, channel: int, lengths: list[int], token: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.channel, ctx.lengths, ctx.token_like = tape, channel, lengths, token.new_zeros(())
+        ctx.set_materialize_grads(False)
+        # `.data` gives the aliases version counters of their own: later writes to the buffer must not
+        # invalidate what attention saved, because the buffer is restored before its backward reads it.
+        keys, values = tape.keys.data[channel], tape.values.data[channel]
+        return *(keys[:, :, :m] for m in lengths), *(values[:, :, :m] for m in lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
         tape, runs = ctx.tape, len(ctx.lengths)
-        half = len(grads) // 2
         for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            buffer = tape.grad_keys if index < half else tape.grad_values
-            channel, run = divmod(index % half, runs)
-            buffer[channel, :, :, : ctx.lengths[run]] += grad
-        if grad_x is not None:
-            tape.grad_x_BWD[:, columns(ctx.positions)] += grad_x
+            if grad is not None:
+                buffer = tape.grad_keys if index < runs else tape.grad_values
+                buffer[ctx.channel, :, :, : ctx.lengths[index % runs]] += grad
         return None, None, None, ctx.token_like
 
 
@@ -199,17 +204,21 @@ def begin(tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> 
     return _Begin.apply(tape, x_BWD, dummy_key, dummy_value)
 
 
-def read(tape: Tape, positions: range, lengths: list[int], token: Tensor) -> tuple[Tensor, list, list]:
-    """What a step at `positions` reads.
+def read(tape: Tape, positions: range, token: Tensor) -> Tensor:
+    """The embeddings [B, n, D] of a step at `positions`."""
+    return _Read.apply(tape, positions, token)
 
-    Returns:
-        the embeddings [B, n, D]; then, for each of the k channels, a list with one key prefix
-        [B, G, m, d] for every m in `lengths`; then the same for the values. All alias the buffer.
+
+def read_channel(
+    tape: Tape, channel: int, lengths: list[int], token: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What one layer reads: a channel's key prefixes [B, G, m, d] for every m in `lengths`, and its values'.
+
+    All alias the buffer. One call for each layer, also where layers share a channel: each call's backward adds
+    to the accumulators at once, where a shared one would hold gradients of all prefixes until the last layer.
     """
-    x_BnD, *flat = _Read.apply(tape, positions, lengths, token)
-    runs = len(lengths)
-    grouped = [list(flat[i : i + runs]) for i in range(0, len(flat), runs)]
-    return x_BnD, grouped[: len(grouped) // 2], grouped[len(grouped) // 2 :]
+    flat = _ReadChannel.apply(tape, channel, lengths, token)
+    return list(flat[: len(lengths)]), list(flat[len(lengths) :])
 
 
 def write(
