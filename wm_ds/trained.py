@@ -100,10 +100,8 @@ class Trained:
         if self.run_dir is None:
             return self.path
         data = Path(self.run.data.sources()[0].path)
-        named = [self.tokenizer] if self.tokenizer else [self.run.data.tokenizer, data / "tokenizer"]
-        if not self.tokenizer:
-            named.append(self.data["tokenizer"]["name"])
-        candidates = [Path(folder) for folder in named if folder]
+        named = [self.run.data.tokenizer, str(data / "tokenizer"), self.data["tokenizer"]["name"]]
+        candidates = [self.tokenizer] if self.tokenizer else [Path(folder) for folder in named if folder]
         for folder in candidates:
             if (folder / "tokenizer.json").is_file():
                 return folder
