@@ -162,7 +162,8 @@ class PieceReader:
         yield _text_record(data, 0)
 
     def _txt_blank_lines(self) -> Iterator[Record]:
-        number, begin, document = -1, 0, []
+        number, begin = -1, 0
+        document: list[bytes] = []
         try:
             for number, line in enumerate(self._lines()):
                 if line.strip(b" \t\r"):

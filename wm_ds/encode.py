@@ -75,19 +75,19 @@ def open_tokenizer(name: str, eos: str | None = None, literal_tokens: str = "spe
         raise TokenizerError(f"the EOS token {eos!r} is not in the vocabulary of {name!r}")
     vocab_size = max(vocabulary.values()) + 1
     if backend is None:
-        digest = hashlib.sha256(repr(sorted(vocabulary.items())).encode() + type(tokenizer).__name__.encode())
-        return TokenizerSpec(name, "python", b"", name, vocab_size, vocabulary[eos], eos, digest.hexdigest())
+        identity = repr((type(tokenizer).__name__, sorted(vocabulary.items()))).encode()
+        sha256 = hashlib.sha256(identity).hexdigest()
+        return TokenizerSpec(name, "python", b"", name, vocab_size, vocabulary[eos], eos, sha256)
     backend.no_truncation()
     backend.no_padding()
     payload = backend.to_str()
+    sha256 = hashlib.sha256(payload.encode()).hexdigest()
     if literal_tokens == "all":
         definition = json.loads(payload)
         for token in definition["added_tokens"]:
             token["special"] = True
         payload = json.dumps(definition, ensure_ascii=False)
-    payload = payload.encode()
-    digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    return TokenizerSpec(name, "tokenizers", payload, None, vocab_size, vocabulary[eos], eos, digest)
+    return TokenizerSpec(name, "tokenizers", payload.encode(), None, vocab_size, vocabulary[eos], eos, sha256)
 
 
 def _load_transformers(name: str) -> Any:
