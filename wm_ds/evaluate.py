@@ -157,7 +157,7 @@ def schedules(
     config: Any, options: argparse.Namespace, seq_len: int, count: int
 ) -> list[tuple[str, Schedule | Converged | None, int]]:
     """What to evaluate, as (name, schedule, sequences). A model without passes has one row."""
-    if config.model_type != "whitematter" or not getattr(config, "feedback", True):
+    if not has_passes(config):
         return [("one pass", None, count)]
     training = config.training_schedule()
     if training.kind == "exact":
@@ -258,11 +258,16 @@ def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str,
     return report, f"{source.path}: {described}\n{harness.table(results)}"
 
 
+def has_passes(config: Any) -> bool:
+    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
+    return config.model_type != "qwen3" and config.feedback
+
+
 def scoring_schedule(config: Any, options: argparse.Namespace) -> Schedule | None:
     """The schedule that was asked for, by default the one of the model's own forward in evaluation mode."""
-    if config.model_type != "whitematter" or not getattr(config, "feedback", True):
+    if not has_passes(config):
         if options.passes or options.groups or options.exact:
-            raise EvaluationError("--passes, --groups and --exact are for WhiteMatter models with feedback")
+            raise EvaluationError("--passes, --groups and --exact are for models that iterate")
         return None
     if options.exact:
         return Schedule.exact()

@@ -28,13 +28,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from wm_ds import model as model_package
 from wm_ds import model_card, standalone
 from wm_ds.checkpoint_format import Reader, sync_directory, verify
 from wm_ds.encode import open_tokenizer
-from wm_ds.trained import Trained, TrainedError
+from wm_ds.trained import CLASSES, Trained, TrainedError
 
 PROVENANCE = "export.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -225,23 +225,22 @@ def _write_code_and_config(config: Any, folder: Path) -> None:
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     ).save_pretrained(folder)
     # Every field of this model, and none of the many that transformers gives any model.
-    common = type(config).__mro__[1]().to_dict()
+    common = PreTrainedConfig().to_dict()
     entry = {k: v for k, v in config.to_dict().items() if k not in common or common[k] != v}
     entry["model_type"] = config.model_type
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
         entry[name] = getattr(config, name)
     entry["dtype"] = str(config.dtype).removeprefix("torch.")
-    if config.model_type == "whitematter":
+    causal_lm = CLASSES[config.model_type]
+    entry["architectures"] = [causal_lm.__name__]
+    if config.model_type != "qwen3":
         for file in sorted(Path(model_package.__file__).parent.glob("*.py")):
             shutil.copyfile(file, folder / file.name)
-        entry["architectures"] = ["WhiteMatterForCausalLM"]
+        base = getattr(model_package, causal_lm.__name__.replace("ForCausalLM", "Model"))
+        classes = {"AutoConfig": type(config), "AutoModel": base, "AutoModelForCausalLM": causal_lm}
         entry["auto_map"] = {
-            "AutoConfig": "configuration.WhiteMatterConfig",
-            "AutoModel": "modeling.WhiteMatterModel",
-            "AutoModelForCausalLM": "modeling.WhiteMatterForCausalLM",
+            auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()
         }
-    else:
-        entry["architectures"] = ["Qwen3ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(entry, indent=2, sort_keys=True) + "\n")
 
 
@@ -309,7 +308,7 @@ def load_apart(folder: Path, request: dict[str, Any]) -> tuple[dict[str, Tensor]
             sys.executable,
             "-I",
             str(standalone.__file__),
-            str(folder),
+            str(folder.resolve()),
             str(request_file),
             str(result_file),
         ]

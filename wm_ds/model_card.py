@@ -28,9 +28,9 @@ SHAPE = (
 
 def render(facts: dict[str, Any], config: Any) -> str:
     """Markdown with YAML front matter. `facts` as Trained.facts() gives them, plus "dtype"."""
-    run, model, batch, optim = (facts["config"][key] for key in ("run", "model", "batch", "optim"))
+    run, batch, optim = (facts["config"][key] for key in ("run", "batch", "optim"))
     whitematter = config.model_type == "whitematter"
-    remote = ", trust_remote_code=True" if whitematter else ""
+    remote = ", trust_remote_code=True" if config.model_type != "qwen3" else ""
     lines = [
         "---",
         "library_name: transformers",
@@ -47,7 +47,11 @@ def render(facts: dict[str, Any], config: Any) -> str:
         channels = "one KV channel that is" if k == 1 else f"{k} KV channels that are"
         lines += [f"A WhiteMatter language model. {WHAT.format(channels=channels, layers=layers)}", ""]
     else:
-        lines += ["A Qwen3 language model (transformers' own architecture).", ""]
+        kinds = {
+            "qwen3": "A Qwen3 language model (transformers' own architecture).",
+            "lckv": "An LCKV sandwich.",
+        }
+        lines += [kinds[config.model_type], ""]
     lines += [
         "## Use",
         "",
@@ -87,7 +91,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
             f"{config.grad_passes} with"
         )
     lines += [f"| {name} | {value} |" for name, value in trained.items() if value is not None]
-    if model["family"] == "whitematter":
+    if whitematter:
         lines += ["", "Losses are in nats per token; the held-out loss is at the training schedule's passes."]
     return "\n".join(lines) + "\n"
 

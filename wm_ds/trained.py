@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 from wm_ds import config as run_config
 from wm_ds.build import model_config
 from wm_ds.checkpoint_directory import describe, find_latest, step_name
 from wm_ds.checkpoint_format import MANIFEST, CheckpointError, Reader, read_manifest
-from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
+from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 from wm_ds.shards import load_manifest
 
-CLASSES = {"whitematter": WhiteMatterForCausalLM, "qwen3": Qwen3ForCausalLM}
+# Vanilla is transformers' own; the other families' code travels with their exports.
+CLASSES = {"whitematter": WhiteMatterForCausalLM, "lckv": LCKVForCausalLM, "qwen3": Qwen3ForCausalLM}
 
 
 class TrainedError(RuntimeError):
@@ -52,9 +53,7 @@ class Trained:
         """The model's configuration, a new object each time."""
         if self.run_dir is None:
             entry = json.loads((self.path / "config.json").read_text())
-            return (WhiteMatterConfig if entry["model_type"] == "whitematter" else Qwen3Config).from_dict(
-                entry
-            )
+            return CLASSES[entry["model_type"]].config_class.from_dict(entry)
         data = self.data
         return model_config(
             self.run.model, vocab_size=data["vocab_size"], seq_len=data["seq_len"], eos_id=data["eos_id"]
@@ -159,7 +158,7 @@ def find(path: str | Path, step: int | None = None) -> Trained:
             raise TrainedError(f"{path} is an exported folder; --step is for run directories")
         known = json.loads((path / "config.json").read_text()).get("model_type")
         if known not in CLASSES:
-            raise TrainedError(f"{path} holds a model of type {known!r}; this reads {' and '.join(CLASSES)}")
+            raise TrainedError(f"{path} holds a model of type {known!r}; this reads {', '.join(CLASSES)}")
         return Trained(path, None)
     what = "is no run directory, checkpoint or exported folder" if path.exists() else "does not exist"
     raise TrainedError(f"{path} {what}")
