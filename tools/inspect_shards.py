@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
             if args.png:
                 histogram_picture(counts, edges, args.png)
     except (shards.ShardError, TokenizerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return 1
     return 0
 

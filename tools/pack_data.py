@@ -206,7 +206,7 @@ def main(argv: list[str]) -> int:
             args = arguments(argv)
             manifest = run_pack(args)
     except (PackError, InputError, TokenizerError, shards.ShardError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; run the same command again to go on", file=sys.stderr)

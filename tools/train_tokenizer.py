@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         sample = [text[:20_000] for text in texts[:: max(1, len(texts) // 100)]]
         measures = train_tokenizer.save(tokenizer, model, args.output, sample)
     except (InputError, train_tokenizer.TrainingError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return 1
     print(json.dumps({"tokenizer": str(args.output), **measures}))
     return 0
