@@ -175,6 +175,7 @@ def test_generate_takes_a_dynamic_cache_and_a_prompt_in_chunks() -> None:
         assert torch.equal(greedy(lm, row, 8, **{CACHE_FIELD: cache})[0], want)
         assert cache.get_seq_length() == 17
         assert sum(layer.get_seq_length() > 0 for layer in cache.layers) == lm.config.num_kv_channels
+    assert torch.equal(greedy(lm, row, 8, prefill_chunk_size=4)[0], want)
 
 
 def test_beams_and_samples_do_not_depend_on_the_cache() -> None:

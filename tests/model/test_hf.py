@@ -43,18 +43,6 @@ def folder(lm, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def modules_cache(tmp_path_factory):
-    """Remote code is kept here and not in the user's cache, where older code might lie."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-            patch.delitem(sys.modules, name)
-        patch.setattr(sys, "path", [*sys.path])
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
-
-
 # --------------------------------------------------------------------------------------------- loading
 
 LOADS = {
