@@ -227,6 +227,19 @@ def test_more_tokens_than_32_bits_count(tmp_path):
     assert os.stat(folder / "tokens.bin").st_blocks * 512 < 2**24, "the test meant to write a sparse file"
 
 
+def test_more_documents_than_32_bits_count(tmp_path):
+    """An index of 2^31 + 8 document ends, of which the last eight are not zero."""
+    count = 2**31 + 8
+    folder = tmp_path / "shard-000000"
+    folder.mkdir()
+    sparse(folder / "ends.bin", np.dtype("<i8"), count, {2**31 + i: 4 * i + 3 for i in range(8)})
+    np.zeros(32, dtype="<u2").tofile(folder / "tokens.bin")
+    record = {"name": "shard-000000", "length": 32, "documents": count}
+    _, ends = shards.open_shard(tmp_path, record, np.dtype("<u2"))
+    starts, stops = shards.document_spans(ends, 13, 26, 4)
+    assert (starts.tolist(), stops.tolist()) == ([13, 16, 20, 24], [15, 19, 23, 26])
+
+
 def test_writer_counts_beyond_32_bits(tmp_path):
     """The writer's positions are 64-bit: a shard that already holds 2^32 positions goes on right."""
     with shards.ShardWriter(tmp_path, 0, vocab_size=320, eos_id=300, filler_id=0, align=4) as writer:
