@@ -109,7 +109,7 @@ class Metrics:
             row["replayed"] = True
         steps_per_s = (len(self._times) - 1) / span
         for name, per_step in self.work.items():
-            row[name] = round(per_step * steps_per_s, 4)
+            row[name] = float(f"{per_step * steps_per_s:.4g}")
         for name in ("skipped", "spike"):
             if getattr(result, name) is not None:
                 row[name], row["samples"] = getattr(result, name), result.samples

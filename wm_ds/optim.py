@@ -224,7 +224,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.momentum, self.nesterov = momentum, nesterov
         self.ns_steps, self.ns_dtype = ns_steps, ns_dtype
         self.betas, self.eps = betas, eps
-        self.skip = False
+        # Until `attach`: some of DeepSpeed's wrappers call step() while they are being built.
+        self.skip = True
         self.grad_scale = 1.0
         self._exchanges: dict[int, list[_Exchange]] = {}
 
@@ -242,6 +243,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     master.tensor, dtype=torch.float32, requires_grad=False
                 )
         self._plan(masters, fragments)
+        self.skip = False
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of every group, for the coming step."""

@@ -38,8 +38,10 @@ class Case:
     clip: float = 0.0
     clip_rule: str = "global"
     steps: int = 5
-    poison: str = ""
-    """`loss`: rank 1's first sequence of step 2 has an embedding that is not finite."""
+    poison: bool = False
+    """Token 0's embedding is NaN, and the last rank meets it in steps 2, 4, 5 and 6."""
+    fixed: bool = False
+    """Every step has the first step's batch."""
     evaluate: bool = False
     """Evaluate between the steps, which disturbs stage 3's trace of parameters."""
     ns_dtype: str = "float32"
@@ -124,16 +126,25 @@ def model(case: Case) -> torch.nn.Module:
     with torch.no_grad():
         for p in lm.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=generator))
+        if case.poison:
+            lm.get_input_embeddings().weight[0] = float("nan")
     return lm
 
 
-def run(world: int, cases: list[Case], timeout_s: float = 600) -> list[list[dict[str, Any]]]:
-    """results[case][rank]: losses, norms, this rank's part of the first gradient and of the final weights."""
+def run(
+    world: int, cases: list, timeout_s: float = 600, worker: str = "tests.dist.numerics_worker"
+) -> list[list[dict[str, Any]]]:
+    """results[case][rank]: losses, norms, this rank's part of the first gradient and of the final weights.
+
+    Another `worker` may take plain dictionaries as cases and answer something else.
+    """
     from wm_ds.distributed import free_port
 
     with tempfile.TemporaryDirectory(prefix="numerics-") as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(json.dumps([asdict(c) for c in cases]))
+        (folder / "plan.json").write_text(
+            json.dumps([c if isinstance(c, dict) else asdict(c) for c in cases])
+        )
         port = str(free_port())
         ranks = []
         for rank in range(world):
@@ -148,7 +159,7 @@ def run(world: int, cases: list[Case], timeout_s: float = 600) -> list[list[dict
                 "PYTHONPATH": str(ROOT),
             }
             with open(folder / f"log_{rank}", "w") as log:
-                command = [sys.executable, "-m", "tests.dist.numerics_worker", str(folder)]
+                command = [sys.executable, "-m", worker, str(folder)]
                 ranks.append(
                     subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
                 )
@@ -169,10 +180,12 @@ def run(world: int, cases: list[Case], timeout_s: float = 600) -> list[list[dict
 def assemble(parts: list[list[tuple[str, tuple[int, ...], int, int, Tensor]]]) -> dict[str, Tensor]:
     """Whole tensors from every rank's fragments; every element must be covered."""
     whole: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
     for fragments in parts:
         for name, shape, start, stop, values in fragments:
-            flat = whole.setdefault(name, torch.full((torch.Size(shape).numel(),), float("nan")))
+            flat = whole.setdefault(name, torch.empty(torch.Size(shape).numel()))
             flat[start:stop] = values
+            covered.setdefault(name, torch.zeros(flat.numel(), dtype=torch.bool))[start:stop] = True
     shapes = {name: shape for fragments in parts for name, shape, *_ in fragments}
-    assert not any(flat.isnan().any() for flat in whole.values())
+    assert all(c.all() for c in covered.values())
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}

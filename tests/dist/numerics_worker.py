@@ -60,11 +60,11 @@ def play(case: Case, world: distributed.World) -> dict[str, Any]:
 
 
 def micro_batches(case: Case, step: int, world: distributed.World) -> list[dict[str, torch.Tensor]]:
-    whole = numerics.batch(step)
+    whole = numerics.batch(0 if case.fixed else step)
     rows = torch.arange(numerics.ROWS).view(case.accumulation, world.size, -1)[:, world.rank]
     parts = [{k: v[part] for k, v in whole.items()} for part in rows]
-    if case.poison == "loss" and step in (1, 3, 4, 5) and world.rank == world.size - 1:
-        parts[0]["input_ids"][0, 0] = 0  # its embedding is not finite, see `play`
+    if case.poison and step in (1, 3, 4, 5) and world.rank == world.size - 1:
+        parts[0]["input_ids"][:, 0] = 0
     return parts
 
 

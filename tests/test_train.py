@@ -1,0 +1,196 @@
+"""The trainer as a command: straight, stopped and resumed runs, refusals, the dry run, what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import toy_corpus
+from wm_ds import train
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer = toy_corpus.byte_tokenizer(folder / "tokenizer")
+    text = toy_corpus.write_jsonl(folder / "text.jsonl", toy_corpus.numbered(200))
+    assert toy_corpus.pack(folder / "packed", [text], tokenizer, "--seq-len", 24, "--holdout", 8) == 0
+    return folder / "packed"
+
+
+def run_file(folder: Path, data: Path, **changes: Any) -> Path:
+    raw: dict[str, Any] = {
+        "run": {"dir": str(folder / "run"), "deterministic": True},
+        "model": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_groups": 4,
+        },
+        "data": {"train": str(data)},
+        "batch": {"global_batch": 4, "micro_batch": 2},
+        "optim": {"lr": 1e-2, "warmup": 2},
+        "recompute": "group",
+        "steps": STEPS,
+        "evaluate": {"every": 3, "sequences": 4},
+        "checkpoint": {"every": 4},
+        "log": {"details_every": 3, "every": 1},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            raw[section][name] = value
+        else:
+            raw[section] = value
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def launch(path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WM_ATTEMPT")}
+    env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "wm_ds.train", str(path), *overrides]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+
+
+def rows(run: Path, key: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if key in row]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("straight")
+    path = run_file(folder, data)
+    done = launch(path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run", path
+
+
+def test_a_run_leaves_everything_that_it_promises(straight):
+    run, _ = straight
+    assert json.loads((run / "done").read_text())["step"] == STEPS
+    assert (run / "checkpoints" / "latest").read_text().strip() == f"step_{STEPS:08d}"
+    for name in ("config.yaml", "ds_config.json", "environment.json"):
+        assert (run / name).is_file()
+    assert list((run / "tensorboard").iterdir())
+    steps = rows(run, "loss")
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    for row in steps:
+        assert {"grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "time", "attempt"} <= row.keys()
+        assert row["model_tflops_per_device"] < row["hardware_tflops_per_device"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    evaluations = rows(run, "holdout_loss")
+    assert [row["step"] for row in evaluations] == [3, 6]
+    assert all("holdout_loss_double_passes" in row for row in evaluations)
+
+
+def test_details_describe_the_iteration(straight):
+    details = rows(straight[0], "residuals")
+    assert [row["step"] for row in details] == [3, 6]
+    for row in details:
+        assert len(row["residuals"]) == 3
+        assert all(r >= 0 for r in row["residuals"])
+        for branch in ("key", "value"):
+            # k = 2 channels over L = 4 sources
+            assert len(row["router_entropy"][branch]) == len(row["feedback_share"][branch]) == 2
+            assert all(0 <= e <= 1.3863 for e in row["router_entropy"][branch])
+            assert all(0 <= s <= 1 for s in row["feedback_share"][branch])
+        assert len(row["peak_memory_gib"]) == 1
+
+
+def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, data, tmp_path):
+    path = run_file(tmp_path, data)
+    run = tmp_path / "run"
+    limited = launch(path, "run.time_limit_minutes=0.0001")
+    assert limited.returncode == 0, limited.stdout + limited.stderr
+    stopped = json.loads((run / "stopped").read_text())
+    assert stopped["reason"] == "time limit"
+    assert stopped["step"] == 1
+    resumed = launch(path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert not (run / "stopped").exists()
+    ours, theirs = rows(run, "loss"), rows(straight[0], "loss")
+    assert [row["attempt"] for row in ours] == [1, 2, 2, 2, 2, 2]
+    for row, wanted in zip(ours, theirs, strict=True):
+        same = ("step", "loss", "grad_norm", "lr", "tokens")
+        assert [row[k] for k in same] == [wanted[k] for k in same]
+    weights = "checkpoints/step_00000006"
+    from wm_ds.checkpoint import load_weights
+
+    ours, theirs = (dict(load_weights(r / weights)) for r in (run, straight[0]))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:
+    assert train.main([str(path), *overrides]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ")
+    return captured.err
+
+
+def test_bad_input_is_refused_in_one_line(capsys, data, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = run_file(tmp_path, data)
+    assert "nowhere.yaml" in refusal(capsys, tmp_path / "nowhere.yaml")
+    assert "did you mean optim.lr?" in refusal(capsys, path, "optim.lrr=1")
+    assert "global_batch 5 does not divide" in refusal(capsys, path, "batch.global_batch=5")
+    assert "nowhere" in refusal(capsys, path, "data.train=nowhere")
+    assert "model.vocab_size = 10 is smaller" in refusal(capsys, path, "model.vocab_size=10")
+    assert "deepspeed = nowhere.json" in refusal(capsys, path, "deepspeed=nowhere.json")
+    assert "wandb is not installed" in refusal(capsys, path, "log.wandb=project")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK, LOCAL_RANK missing" in refusal(capsys, path)
+
+
+def test_a_directory_with_another_run_is_refused(straight, tmp_path):
+    _, path = straight
+    other = launch(path, "model.num_groups=2")
+    assert other.returncode == 2
+    assert other.stderr.strip().count("\n") == 0, other.stderr
+    assert "holds another run: model.num_groups is 4 there and 2 here" in other.stderr
+
+
+def test_a_directory_that_is_no_run_is_refused(data, tmp_path):
+    path = run_file(tmp_path, data)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("")
+    refused = launch(path)
+    assert refused.returncode == 2
+    assert "is no run directory" in refused.stderr
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_dry_run_shows_the_run_and_writes_nothing(capsys, data, tmp_path, monkeypatch):
+    path = run_file(tmp_path, data)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert train.main([str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "optim:",
+        "gradient_clipping",
+        "model.pool.key.proj",
+        "optimizer state",
+        "step 1, rank 0: samples",
+    ):
+        assert part in shown
+    assert "1 micro-batches of 2 per rank" in shown
+    assert not (tmp_path / "run").exists()
