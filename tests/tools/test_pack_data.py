@@ -676,6 +676,24 @@ class TestProcesses:
             process.communicate(timeout=30)
         self.finish(out, source, tok, expected)
 
+    def test_tasks_at_the_same_time(self, source, tok, expected, tmp_path):
+        """As an array job starts them: all of them find an empty folder."""
+        out = tmp_path / "out"
+        tasks = [
+            subprocess.Popen(
+                pack_process(out, [source], tok, *self.OPTIONS, "--task", task, "--tasks", 4, "--workers", 1),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for task in range(4)
+        ]
+        for process in tasks:
+            _, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+        assert toy_corpus.PACK.main(["merge", str(out)]) == 0
+        assert packed_bytes(out) == expected
+
     def test_a_dead_worker_ends_the_run(self, source, tok, expected, tmp_path):
         out = tmp_path / "out"
         process = self.start(out, source, tok)
