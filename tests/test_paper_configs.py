@@ -27,6 +27,15 @@ SWEEP = {
     "sweep_k12": 52_353_280,
     "sweep_k16": 54_064_128,
 }
+# Without routers' matrices (2·kL·L'D) and, fixed, biases (2·kL); without the dummy (2·k·288).
+ABLATIONS = {
+    "ablation_static_k1": 47_648_448 - 2 * 16 * 4096,
+    "ablation_static_k16": 54_064_128 - 2 * 256 * 4096,
+    "ablation_no_feedback": 54_064_128 - 2 * 16 * 288,
+    "related_feedback_transformer": 47_648_448 - 2 * 16 * 4096,
+    "related_recurrent_transformer": 54_064_128 - 2 * 256 * 4096 - 2 * 256,
+}
+SIZES = MAIN | SWEEP | ABLATIONS
 
 
 def non_embedding(config: Config, seq_len: int = 2048) -> int:
@@ -45,15 +54,14 @@ def by_hand(k: int, layers: int = 16) -> int:
     return layers * block + 2 * branch + k * 96 + 2 * k * 288 + 512
 
 
-@pytest.mark.parametrize("name", [*MAIN, *SWEEP])
+@pytest.mark.parametrize("name", SIZES)
 def test_size(name: str) -> None:
-    want = (MAIN | SWEEP)[name]
-    assert non_embedding(load(CONFIGS / f"{name}.yaml")) == want
-    if "k" in name.split("_")[-1]:
-        assert want == by_hand(int(name.split("k")[-1]))
+    assert non_embedding(load(CONFIGS / f"{name}.yaml")) == SIZES[name]
+    if name.startswith(("paper_wm", "sweep_k")):
+        assert SIZES[name] == by_hand(int(name.split("k")[-1]))
 
 
-@pytest.mark.parametrize("name", [*MAIN, *SWEEP, "paper_exact_4l"])
+@pytest.mark.parametrize("name", [*SIZES, "paper_exact_4l"])
 def test_recipe(name: str) -> None:
     config = load(CONFIGS / f"{name}.yaml")
     m, o = config.model, config.optim
@@ -76,7 +84,7 @@ def test_length_of_the_main_runs(name: str) -> None:
     assert to_steps("warmup", config.optim.warmup, config.steps, 128 * 2048) == 610
 
 
-@pytest.mark.parametrize("name", SWEEP)
+@pytest.mark.parametrize("name", [*SWEEP, *ABLATIONS])
 def test_length_of_the_sweep(name: str) -> None:
     config = load(CONFIGS / f"{name}.yaml")
     assert (config.batch.global_batch, config.steps) == (8, 20_000)
@@ -89,6 +97,15 @@ def test_whitematter_runs_one_pass_without_and_two_with_gradient_in_eight_groups
     assert (m.num_hidden_layers, m.router_stride, m.num_groups) == (16, 2, 8)
     assert (m.no_grad_passes, m.grad_passes) == (1, 2)
     assert m.num_kv_channels == int(name.split("k")[-1])
+
+
+def test_ablations_change_one_thing() -> None:
+    full, static = (load(CONFIGS / f"{name}.yaml").model for name in ("sweep_k16", "ablation_static_k16"))
+    assert static.fields() == full.fields() | {"routing": "static"}
+    full, static = (load(CONFIGS / f"{name}.yaml").model for name in ("sweep_k1", "ablation_static_k1"))
+    assert static.fields() == full.fields() | {"routing": "static"}
+    m = load(CONFIGS / "ablation_no_feedback.yaml").model
+    assert (m.feedback, m.num_kv_channels, m.no_grad_passes, m.grad_passes) == (False, 16, 0, 1)
 
 
 def test_the_controlled_model_is_trained_exactly() -> None:
