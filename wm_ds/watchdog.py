@@ -30,7 +30,7 @@ from wm_ds.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
 
 DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
 FAILURE_GRACE_S = 10.0
-NOTE_DELAY_S = 3.0  # rank.sh waits as long
+NOTE_DELAY_S = 3.0  # longer than rank.sh waits
 
 
 def configured_timeout_s() -> float:
@@ -77,6 +77,8 @@ class Watchdog:
             self._progress = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         sys.excepthook = self._on_exception
         self.beat()
+        if self._touches:
+            self.attempt.touch()
         self._thread.start()
         return self
 

@@ -114,8 +114,8 @@ def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda n, _: told.append(n))
     attempt = join(run_dir)
-    watchdog = Watchdog(attempt, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]), world=world).start()
     group = Group(rank, world)
+    watchdog = Watchdog(attempt, rank=rank, local_rank=int(os.environ["LOCAL_RANK"]), world=world).start()
     step, state, highest = 0, 1.0, 0
     if (run_dir / "checkpoints" / "latest").exists():
         saved = json.loads((run_dir / "checkpoints" / "latest").read_text())

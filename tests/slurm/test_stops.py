@@ -46,22 +46,22 @@ def test_preempted_and_finishes_with_the_same_losses(cluster):
 def test_usr1_before_the_time_limit(cluster):
     """SLURM sends it to the batch shell alone, here soon after the start: the limit is one minute."""
     job = cluster.train(
-        "steps=40", "step_s=0.2", "save_every=1000", options=("--time=1", "--signal=B:USR1@55")
+        "steps=250", "step_s=0.2", "save_every=1000", options=("--time=1", "--signal=B:USR1@40")
     )
     cluster.wait("requeue", lambda: cluster.job(job)["Restarts"] == "1", 90)
-    # Enough seen: let it finish without a second interruption.
-    cluster.wait("second start or its end", lambda: len(cluster.attempts()) >= 2, 60)
-    ended = cluster.wait_end(job, 120)
+    ended = cluster.wait_end(job, 150)
     assert ended["JobState"] == "COMPLETED"
-    assert cluster.attempts()[0]["result"] == "stopped"
-    assert cluster.attempts()[-1]["result"] == "done"
-    assert [row["step"] for row in cluster.metrics()] == list(range(1, 41))
-    assert cluster.losses() == pytest.approx(expected_losses(40), rel=1e-12)
+    results = [end["result"] for end in cluster.attempts()]  # the second start may meet its limit too
+    assert len(results) >= 2
+    assert results == ["stopped"] * (len(results) - 1) + ["done"]
+    assert [row["step"] for row in cluster.metrics()] == list(range(1, 251))
+    assert cluster.losses() == pytest.approx(expected_losses(250), rel=1e-12)
 
 
-def test_usr1_sent_while_the_ranks_are_starting_is_not_lost(cluster):
+@pytest.mark.parametrize("moment", ["attempt 1, master", "training; follow it"])
+def test_usr1_sent_while_the_ranks_are_starting_is_not_lost(cluster, moment):
     job = cluster.train("steps=200", "step_s=0.2", "save_every=1000")
-    cluster.wait("the batch script", lambda: "attempt 1, master" in cluster.log())
+    cluster.wait("the batch script", lambda: moment in cluster.log())
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     cluster.wait("requeue", lambda: cluster.job(job)["Restarts"] == "1", 60)
     assert cluster.attempts()[0]["result"] == "stopped"
