@@ -144,7 +144,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def run_case(case: dict, world: distributed.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
-    from wm_ds import checkpoint
+    from wm_ds import checkpoint_writer
     from wm_ds.agreement import Agreement
     from wm_ds.attempt import Attempt
     from wm_ds.checkpoint import CheckpointError, Checkpoints
@@ -177,11 +177,11 @@ def run_case(case: dict, world: distributed.World) -> dict:
     if world.rank == case.get("die_rank"):
         die_at_event(case["dir"], case["die_event"])
     if "free_bytes" in case:
-        checkpoint.psutil = SimpleNamespace(
+        checkpoint_writer.psutil = SimpleNamespace(
             virtual_memory=lambda: SimpleNamespace(available=case["free_bytes"])
         )
     if world.rank == case.get("hang_rank"):  # a file system that does not answer
-        checkpoint.write_fragments = lambda *_: time.sleep(90)
+        checkpoint_writer.write_fragments = lambda *_: time.sleep(90)
     if world.rank == case.get("limit_rank"):  # no file larger than this, as a full disk would have it
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["limit_bytes"], resource.RLIM_INFINITY))
     try:
