@@ -284,6 +284,37 @@ def passes(
     return Result(torch.stack([hidden(p, s, final) for final in finals]), keys, values)
 
 
+# ---------------------------------------------------------------------------------------------- continuing
+
+
+def continue_document(
+    p: dict, s: Settings, cache: list[Entry], tokens: list[int], steps: list[Step]
+) -> tuple[Tensor, list[Entry]]:
+    """More tokens of one document behind the entries of its earlier ones: hidden [T, D], all entries.
+
+    Steps name positions in the document, so the first new token is position len(cache).
+    """
+    begin = len(cache)
+    embedded = [p["model.embed_tokens.weight"][token] for token in tokens]
+    entries = cache + [pool(p, s, [x] * s.layers, begin + i) for i, x in enumerate(embedded)]
+    finals: list[Tensor | None] = [None] * len(tokens)
+    for step in steps:
+        written = []
+        for i, _ in step:
+            seen = [dummy(p, s), *entries[:i]]
+            states, finals[i - begin] = layer_stack(p, s, embedded[i - begin], i, seen)
+            written.append(pool(p, s, states, i))
+        for (i, _), entry in zip(step, written, strict=True):
+            entries[i] = entry
+    return torch.stack([hidden(p, s, final) for final in finals]), entries
+
+
+def from_position(steps: list[Step], begin: int) -> list[Step]:
+    """A schedule's steps without the positions before `begin`."""
+    kept = [[(i, number) for i, number in step if i >= begin] for step in steps]
+    return [step for step in kept if step]
+
+
 # ------------------------------------------------------------------------------ layers with KV of their own
 
 
