@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import reference
 from tests.model.tiny import VOCABULARY, batch, build, hidden, parameters, settings, tokens
@@ -119,6 +120,34 @@ def test_nothing_is_nan_and_the_dummy_learns(policy: str, dtype: torch.dtype) ->
         assert torch.isfinite(weight.grad).all(), name
     assert (lm.model.dummy_key.grad != 0).any()
     assert (lm.model.dummy_value.grad != 0).any()
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["math", "fused"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_first_tokens_are_finite_in_every_kernel(kernel: SDPBackend, mode: str) -> None:
+    """Documents of 1, 4, 1, 1, 5 tokens: rows that see the dummy alone, in the kernels that CPUs have."""
+    lm = build().train(mode == "train")
+    document_ids = torch.tensor([[0] + [1] * 4 + [2] + [3] + [4] * 5, [-1] * 12])
+    input_ids = tokens(2, 12)
+    want = hidden(lm, input_ids, document_ids, None).detach()
+    lm.zero_grad()
+    with sdpa_kernel(kernel):
+        h = hidden(lm, input_ids, document_ids, None)
+        h[0].square().sum().backward()
+    assert (h - want).abs().max() < 1e-10
+    assert all(torch.isfinite(weight.grad).all() for weight in lm.model.parameters())
+    assert (lm.model.dummy_value.grad != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_padding_masks_of_any_type(dtype: torch.dtype) -> None:
+    lm = build().eval()
+    input_ids = tokens(2, 9)
+    mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    with torch.no_grad():
+        want = lm.model(input_ids=input_ids[:1, 3:]).last_hidden_state
+        got = lm.model(input_ids=input_ids, attention_mask=mask.to(dtype)).last_hidden_state
+    assert (got[:1, 3:] - want).abs().max() < 1e-12
 
 
 def test_a_row_of_filler_only_in_eval() -> None:
