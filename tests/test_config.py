@@ -106,7 +106,8 @@ def test_unknown_key_of_a_source_in_a_list():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"precision": "fp16"}, ("precision = fp16", "optim.name = muon")),
+        ({"precision": "fp16"}, ("precision = fp16", "optim.name = muon", "autocast or bf16")),
+        ({"precision": "fp16", "optim__name": "adamw"}, ("precision = fp16", "loss scale")),
         ({"tokens": 5}, ("steps = 100", "tokens = 5")),
         ({"steps": None}, ("steps = None", "tokens = None")),
         ({"model__family": "vanilla", "model__num_groups": 4}, ("model.num_groups = 4", "vanilla")),

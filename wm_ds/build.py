@@ -15,6 +15,7 @@ from transformers.configuration_utils import PretrainedConfig
 from . import config as configuration
 from .config import Config, ConfigError, Model
 from .data import GlobalBatches, PackedSequences
+from .model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
 
 
 def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
@@ -50,19 +51,22 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | N
         theta = fields.pop("rope_theta")
         rope = {"rope_type": "default", "rope_theta": theta}
         return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
-    from .model import WhiteMatterConfig
-
+    if model.family == "lckv":
+        return LCKVConfig(**fields)
     fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))
     return WhiteMatterConfig(**fields)
 
 
+CLASSES: dict[str, type[PreTrainedModel]] = {
+    "qwen3": Qwen3ForCausalLM,
+    "whitematter": WhiteMatterForCausalLM,
+    "lckv": LCKVForCausalLM,
+}
+
+
 def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that the configuration belongs to."""
-    if hf_config.model_type == "qwen3":
-        return Qwen3ForCausalLM
-    from .model import WhiteMatterForCausalLM
-
-    return WhiteMatterForCausalLM
+    return CLASSES[hf_config.model_type]
 
 
 def build_model(hf_config: PretrainedConfig, *, seed: int, recompute: str = "none") -> PreTrainedModel:

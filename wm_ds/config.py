@@ -43,8 +43,9 @@ class Run(_Section):
 
 
 class Model(_Section):
-    family: Literal["whitematter", "vanilla"] = "whitematter"
-    """whitematter, or vanilla: transformers' Qwen3, same sizes, ordinary attention."""
+    family: Literal["whitematter", "vanilla", "lckv"] = "whitematter"
+    """whitematter; vanilla: transformers' Qwen3, same sizes, ordinary attention; lckv: the sandwich of the
+    paper's baseline."""
     vocab_size: int | None = Field(None, gt=0)
     """Rows of the embedding; default: the packed data's vocabulary. May be larger, not smaller."""
     hidden_size: int = Field(gt=0)
@@ -58,7 +59,7 @@ class Model(_Section):
     tie_word_embeddings: bool = False
     initializer_range: float = Field(0.02, gt=0)
     num_kv_channels: int | None = Field(None, gt=0)
-    """k, the KV channels shared by all layers; default L/2. WhiteMatter only, as everything below."""
+    """k, the KV channels shared by all layers; default L/2. Vanilla has none of this and the following."""
     router_stride: int | None = Field(None, gt=0)
     """p: the routers read every p-th layer's state. Default 2."""
     router_init: str | None = None
@@ -67,6 +68,8 @@ class Model(_Section):
     """Where mixing weights come from: a router per token (default), or numbers that are learned or fixed."""
     feedback: bool | None = None
     """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
+    warmup_layers: int | None = Field(None, ge=0)
+    """lckv only: layers with KV of their own, half at the bottom and half at the top."""
     num_groups: int | None = Field(None, gt=0)
     """g: token groups of a pass. Default 8."""
     no_grad_passes: int | None = Field(None, ge=0)
@@ -189,6 +192,13 @@ class Evaluate(_Section):
     """Evaluate WhiteMatter also with twice the trained passes: the gap is what the iteration still misses."""
 
 
+class Zero3(_Section):
+    gather: Literal["step", "pass", "traversal"] | None = None
+    """At ZeRO stage 3, how often parameters are gathered: once a step (the whole body at once), once a pass,
+    or at every traversal of a layer (least memory, hundreds of gathers; needs recompute layer or group+layer
+    for a multi-pass model). Default: step for multi-pass models, traversal for vanilla."""
+
+
 class Guard(_Section):
     max_skipped: int = Field(10, gt=0)
     """Steps skipped in a row (non-finite loss or gradient, or skipped spikes) after which the run fails."""
@@ -217,15 +227,15 @@ class Config(_Section):
     batch: Batch
     optim: Optim
     precision: Literal["fp32", "autocast", "bf16", "fp16"] = "autocast"
-    """autocast: fp32 weights, bf16 products, fp32 reduction (the paper). bf16: bf16 weights and reduction
-    with fp32
-    masters. fp32; fp16 (static loss scale, AdamW only)."""
+    """autocast: fp32 weights, bf16 products, fp32 reduction (the paper). bf16: bf16 weights and reduction,
+    fp32 masters. fp32. (fp16 is refused with the reason.)"""
     recompute: Literal["none", "layer", "group", "group+layer"] = "none"
     """What is recomputed in backward instead of kept: nothing, each layer, each group of tokens
     (WhiteMatter), both."""
     deepspeed: str = "ds_configs/zero2.json"
     """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
     it."""
+    zero3: Zero3 = Zero3()
     steps: int | None = Field(None, gt=0)
     """Length of the run in optimizer steps; either this or tokens."""
     tokens: int | str | None = None
@@ -414,22 +424,25 @@ def contradictions(config: Config) -> list[str]:
         parse_tokens("tokens", config.tokens)
     for name in ("warmup", "decay"):
         to_steps(f"optim.{name}", getattr(config.optim, name), 10**9, 1)
-    if config.precision == "fp16" and config.optim.name == "muon":
-        found.append(
-            "precision = fp16 with optim.name = muon: orthogonalised updates have no loss scale; use "
-            "precision autocast or bf16, or optim.name adamw"
-        )
+    if config.precision == "fp16":
+        why = "gradients would carry a loss scale that clipping, norms and checkpoints here do not know"
+        if config.optim.name == "muon":
+            why = "optim.name = muon orthogonalises its updates, which have no loss scale"
+        found.append(f"precision = fp16: {why}; use autocast or bf16")
     if m.num_attention_heads % m.num_key_value_heads:
         found.append(
             f"model.num_attention_heads = {m.num_attention_heads} is no multiple of "
             f"model.num_key_value_heads = {m.num_key_value_heads}"
         )
-    if m.family != "whitematter":
-        only = [k for k in _WHITEMATTER_ONLY if getattr(m, k) is not None]
-        if only:
-            found.append(
-                f"model.{only[0]} = {getattr(m, only[0])} belongs to family whitematter, got {m.family}"
-            )
+    foreign = [
+        k for k, families in _BELONGS.items() if m.family not in families and getattr(m, k) is not None
+    ]
+    if foreign:
+        owners = " or ".join(_BELONGS[foreign[0]])
+        found.append(
+            f"model.{foreign[0]} = {getattr(m, foreign[0])} belongs to family {owners}, not {m.family}"
+        )
+    if m.family == "vanilla":
         if config.recompute in ("group", "group+layer"):
             found.append(
                 f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
@@ -444,6 +457,11 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"model.router_stride = {m.router_stride} exceeds model.num_hidden_layers = {m.num_hidden_layers}"
         )
+    if config.zero3.gather == "traversal" and m.family != "vanilla" and "layer" not in config.recompute:
+        found.append(
+            f"zero3.gather = traversal with recompute = {config.recompute} keeps every layer gathered in "
+            "backward; use recompute layer or group+layer, or zero3.gather step"
+        )
     c = config.checkpoint
     if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
         found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
@@ -452,18 +470,20 @@ def contradictions(config: Config) -> list[str]:
     return found
 
 
-_WHITEMATTER_ONLY = (
-    "num_kv_channels",
-    "router_stride",
-    "router_init",
-    "routing",
-    "feedback",
-    "num_groups",
-    "no_grad_passes",
-    "grad_passes",
-    "prefill_passes",
-    "prefill_groups",
-)
+_POOL, _PASSES = ("whitematter",), ("whitematter", "lckv")
+_BELONGS = {
+    "num_kv_channels": _POOL,
+    "router_stride": _POOL,
+    "router_init": _POOL,
+    "routing": _POOL,
+    "feedback": _POOL,
+    "warmup_layers": ("lckv",),
+    "num_groups": _PASSES,
+    "no_grad_passes": _PASSES,
+    "grad_passes": _PASSES,
+    "prefill_passes": _PASSES,
+    "prefill_groups": _PASSES,
+}
 
 
 def check_against_data(config: Config, *, vocab_size: int, seq_len: int, sequences: int) -> None:

@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,6 +271,37 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device's queued work, so that a clock read afterwards means something."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Clock:
+    """Seconds of this rank by part of the step. On CUDA by events, so that measuring does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._marks.append((part, start, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Total per part; waits for the device once."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = {}
+        for part, start, end in self._marks:
+            spent = start.elapsed_time(end) / 1e3 if self._cuda else end - start
+            total[part] = total.get(part, 0.0) + spent
+        return total
 
 
 # Dense bf16 tensor peak of one device in FLOP/s, from the vendors' data sheets.

@@ -17,6 +17,7 @@ from .engine import deepspeed_config, table_for
 from .flops import training
 from .loss import IGNORE
 from .optim import Row, format_table, learning_rate
+from .zero3 import parameter_shapes
 
 GIB = 1 << 30
 
@@ -37,8 +38,7 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
         lm = model_class(hf)(hf)
         lm.tie_weights()
     rows = table_for(config, lm)
-    parameters = sum(math.prod(r.shape) for r in rows)
-    full = deepspeed_config(config, json, accumulation, parameters)
+    full = deepspeed_config(config, json, accumulation, parameter_shapes(lm), ranks)
     total = config.total_steps(batches.seq_len)
     tokens = config.batch.global_batch * batches.seq_len
     schedule = configuration.schedule_steps(config, batches.seq_len)

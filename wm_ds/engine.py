@@ -19,10 +19,8 @@ own for local.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from . import config as configuration
-from . import distributed
+from . import distributed, zero3
 from .config import Config
-from .distributed import World
+from .distributed import Clock, World
 from .loss import IGNORE, TokenLoss
 from .optim import MuonAdamW, Row, learning_rate, parameter_table
 from .partition import fragments, masters, parameter_names
@@ -92,6 +90,7 @@ class Engine:
         self.skipped_in_a_row = 0
         self.loss_mean = self.loss_var = 0.0
         self.loss_count = 0
+        self.traces = zero3.Traces(ds)
 
     @property
     def lm(self) -> nn.Module:
@@ -108,7 +107,7 @@ class Engine:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches given, the engine accumulates {self.accumulation}"
             )
-        clock = _Clock(self.world.device)
+        clock = Clock(self.world.device)
         self.ds.train()
         device = self.world.device
         valid = sum((mb["labels"] != IGNORE).sum() for mb in micro_batches)
@@ -146,7 +145,7 @@ class Engine:
         self._count(result)
         return result
 
-    def _forward_backward(self, micro_batch: dict[str, Tensor], weight: float, clock: _Clock) -> Tensor:
+    def _forward_backward(self, micro_batch: dict[str, Tensor], weight: float, clock: Clock) -> Tensor:
         batch = {
             k: v.to(self.world.device, non_blocking=True) for k, v in micro_batch.items() if k != "sample_ids"
         }
@@ -157,7 +156,7 @@ class Engine:
         return loss_sum.detach().double()
 
     def _backward_global(
-        self, micro_batches: list[dict], weight: float, clock: _Clock
+        self, micro_batches: list[dict], weight: float, clock: Clock
     ) -> tuple[Tensor, float]:
         """Backward of all micro-batches; the last one leaves the reduced gradient with DeepSpeed.
 
@@ -170,9 +169,7 @@ class Engine:
                 self.ds.step()  # inside an accumulation this only counts
         return total, _squared_norm(self.reduced_gradients())
 
-    def _backward_local(
-        self, micro_batches: list[dict], weight: float, clock: _Clock
-    ) -> tuple[Tensor, float]:
+    def _backward_local(self, micro_batches: list[dict], weight: float, clock: Clock) -> tuple[Tensor, float]:
         """Backward of all micro-batches, clip this rank's gradient, then reduce.
 
         Returns this rank's summed loss and the norm of its own raw gradient.
@@ -261,10 +258,11 @@ class Engine:
             model_arguments["schedule"] = self.passes_schedule(1)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         tokens = 0
-        for micro_batch in micro_batches:
-            batch = {k: v.to(self.world.device) for k, v in micro_batch.items() if k != "sample_ids"}
-            total += self.ds(**batch, **model_arguments).double()
-            tokens += int((micro_batch["labels"] != IGNORE).sum())
+        with self.traces.of(("evaluation", str(model_arguments.get("schedule")))):
+            for micro_batch in micro_batches:
+                batch = {k: v.to(self.world.device) for k, v in micro_batch.items() if k != "sample_ids"}
+                total += self.ds(**batch, **model_arguments).double()
+                tokens += int((micro_batch["labels"] != IGNORE).sum())
         self.ds.train()
         loss, count = distributed.all_reduce_sum([float(total), float(tokens)], self.world.device)
         return loss / max(count, 1), int(count)
@@ -273,7 +271,7 @@ class Engine:
     def passes(self) -> int:
         """Passes of a training step; 0 for a model that has none."""
         config = self.lm.config
-        return config.no_grad_passes + config.grad_passes if config.model_type == "whitematter" else 0
+        return 0 if config.model_type == "qwen3" else config.no_grad_passes + config.grad_passes
 
     def passes_schedule(self, factor: int) -> Any:
         """The training schedule with `factor` times its passes, for evaluation."""
@@ -304,37 +302,6 @@ class Engine:
             setattr(self, name, value)
 
 
-class _Clock:
-    """Seconds of this rank by part of the step. On CUDA by events, so that measuring does not wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @contextlib.contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self._marks.append((part, start, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Total per part; waits for the device once."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        total: dict[str, float] = {}
-        for part, start, end in self._marks:
-            spent = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-            total[part] = total.get(part, 0.0) + spent
-        return total
-
-
 def _squared_norm(tensors: list[Tensor]) -> float:
     if not tensors:
         return 0.0
@@ -346,11 +313,16 @@ def _squared_norm(tensors: list[Tensor]) -> float:
 
 
 def deepspeed_config(
-    config: Config, json: dict[str, Any], accumulation: int, parameters: int
+    config: Config,
+    json: dict[str, Any],
+    accumulation: int,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """The complete configuration for deepspeed.initialize: the JSON plus everything that the run decides.
 
-    `parameters`: number of the model's; stage 3's `"auto"` limits are derived from it.
+    `shapes`: (name, shape) of the model's parameters; stage 3's `"auto"` limits are derived from them and
+    from the number of `ranks`, and stay "auto" without them.
     """
     local = config.optim.clip_rule == "local" and config.optim.clip > 0
     full = {
@@ -364,13 +336,12 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
     }
     zero = dict(json.get("zero_optimization", {"stage": 0}))
-    # A parameter must survive from one traversal of the layers to the next, or it is gathered 24 times a
-    # step.
-    for key in ("stage3_max_reuse_distance", "stage3_max_live_parameters"):
-        if zero.get(key) == "auto":
-            zero[key] = 2 * parameters + 1
-    if zero.get("stage3_prefetch_bucket_size") == "auto":
-        zero["stage3_prefetch_bucket_size"] = min(50_000_000, max(1, parameters // 10))
+    if zero.get("stage") == 3 and shapes:
+        gather = config.zero3.gather or zero3.default_gather(config.model.family)
+        derived = zero3.limits(gather, shapes)
+        derived["zero_hpz_partition_size"] = zero3.node_partition(gather, ranks)
+        # Never DeepSpeed's defaults: its 1e9 parameters suit neither small models nor large ones.
+        zero |= {key: value for key, value in derived.items() if zero.get(key, "auto") == "auto"}
     full["zero_optimization"] = zero
     stage = zero.get("stage", 0)
     if config.precision == "autocast":
@@ -380,8 +351,6 @@ def deepspeed_config(
         full["bf16"] = {"enabled": True}
         if stage >= 2 and not local and accumulation > 1:
             full["data_types"] = {**json.get("data_types", {}), "grad_accum_dtype": "fp32"}
-    elif config.precision == "fp16":
-        full["fp16"] = {"enabled": True}
     return full
 
 
@@ -425,8 +394,7 @@ def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq
         betas=o.betas,
         eps=o.eps,
     )
-    parameters = sum(math.prod(row.shape) for row in table)
-    full = deepspeed_config(config, json, accumulation, parameters)
+    full = deepspeed_config(config, json, accumulation, zero3.parameter_shapes(lm), world.size)
     ds, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=full, dist_init_required=False)
     if ds.zero_optimization_stage() == 3:
         deepspeed.zero.register_external_parameter(

@@ -15,6 +15,8 @@ by 0.2% for 500 tokens; a logged loss has to be better than that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: object,
+        ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
@@ -64,7 +66,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the loss was already backpropagated: its gradients are scaled in place, once")
         dh_ND, dw_VD = ctx.gradients
@@ -117,14 +119,14 @@ class TokenLoss(nn.Module):
         self.head_loss = HeadLoss()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor, **model_arguments: object
+        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor, **model_arguments: Any
     ) -> Tensor:
         hidden_BTD = self.hidden(input_ids, document_ids, **model_arguments)
         return self.head_loss(hidden_BTD, self.lm.get_output_embeddings().weight, labels)
 
-    def hidden(self, input_ids: Tensor, document_ids: Tensor, **model_arguments: object) -> Tensor:
+    def hidden(self, input_ids: Tensor, document_ids: Tensor, **model_arguments: Any) -> Tensor:
         """Final hidden states [B, T, D]."""
-        if self.lm.config.model_type == "whitematter":
+        if self.lm.config.model_type != "qwen3":  # ours take the documents as they are
             return self.lm.model(
                 input_ids=input_ids, document_ids=document_ids, **model_arguments
             ).last_hidden_state

@@ -21,12 +21,12 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
     router_entropy [k]: of |alpha| over the L sources, in nats, per channel; keys and values apart. 0 is one
     source, log L is all alike. feedback_share [k]: part of |alpha| that lies on states deeper than the input
     of the layer that reads the channel, averaged over its readers. peak_memory_gib [ranks]: since the start,
-    on the GPU, or resident on a CPU. Models without passes have only that.
+    on the GPU, or resident on a CPU. Only WhiteMatter with feedback has more than that.
     """
     memory = {"peak_memory_gib": peak_memory(engine)}
-    if not engine.passes:
-        return memory
     model = engine.lm.model
+    if model.config.model_type != "whitematter" or not model.config.feedback:
+        return memory
     branches = {"key": model.pool.key, "value": model.pool.value}
     sums = {name: _Average() for name in branches}
     readers_kL = _deeper(model.config.num_kv_channels, model.config.num_hidden_layers).to(engine.world.device)

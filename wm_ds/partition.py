@@ -94,9 +94,9 @@ def masters(engine: Any) -> list[Master]:
             )
         ]
     if hasattr(wrapper, "fp32_groups"):  # stage 0 in bf16: an fp32 copy of each parameter
-        pairs = zip(wrapper.fp16_groups, wrapper.fp32_groups)
+        pairs = list(zip(wrapper.fp16_groups, wrapper.fp32_groups))
     else:
-        pairs = ((group["params"], group["params"]) for group in wrapper.param_groups)
+        pairs = [(group["params"], group["params"]) for group in wrapper.param_groups]
     return [
         Master(master, i, (names[id(low)],))
         for i, (lows, copies) in enumerate(pairs)

@@ -161,7 +161,7 @@ def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
 def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
     """Take the run directory for this launch, after checking that it is this run's."""
     accumulation = config.batch.accumulation(world.size)
-    notes = rundir.prepare(config, deepspeed_config(config, json, accumulation, 0), world)
+    notes = rundir.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
     attempt = join(config.run.dir, solo=world.size == 1)
     positions = config.batch.global_batch * batches.seq_len
     print(

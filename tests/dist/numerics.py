@@ -89,6 +89,8 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
             "no_grad_passes": 1,
             "grad_passes": 2,
         }
+    if case.family == "lckv":
+        model |= {"warmup_layers": 1, "no_grad_passes": 1, "grad_passes": 2}
     return {
         "run": {"dir": "unused", "seed": case.seed},
         "model": model,

@@ -61,7 +61,7 @@ def mean_loss(
 ) -> tuple[float, dict]:
     lm.zero_grad()
     lm.train()
-    if case.family == "whitematter":
+    if case.family != "vanilla":
         hidden = lm.model(input_ids=batch["input_ids"], document_ids=batch["document_ids"]).last_hidden_state
     else:
         hidden = lm.model(
@@ -200,6 +200,7 @@ def selection() -> dict[int, list[Case]]:
     plan[4].append(Case(STAGES["zero2"], "whitematter", recompute="group", accumulation=2, clip=0.3))
     plan[4].append(Case(STAGES["zero3_offload"], "vanilla", optimizer="adamw", evaluate=True))
     plan[2].append(Case(STAGES["zero3"], "whitematter", recompute="group", evaluate=True))
+    plan[2].append(Case(STAGES["zero2"], "lckv", accumulation=2))
     return plan
 
 
