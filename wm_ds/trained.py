@@ -81,6 +81,14 @@ class Trained:
                 parameter.copy_(reader.tensor(name))
         return model.eval()
 
+    def on_meta(self) -> PreTrainedModel:
+        """The model without numbers."""
+        config = self.hf_config()
+        with torch.device("meta"), no_init_weights():
+            model = CLASSES[config.model_type](config)
+            model.tie_weights()
+        return model
+
     # The rest is about checkpoints only.
 
     def reader(self) -> Reader:
@@ -88,11 +96,7 @@ class Trained:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the model's parameters, shared ones once."""
-        config = self.hf_config()
-        with torch.device("meta"), no_init_weights():
-            model = CLASSES[config.model_type](config)
-            model.tie_weights()
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in self.on_meta().named_parameters()}
 
     def tokenizer_dir(self) -> Path:
         """The tokenizer's folder. Raises TrainedError where none is found."""
