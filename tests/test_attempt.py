@@ -162,6 +162,12 @@ def test_an_earlier_marker_is_not_this_attempts_end(tmp_path):
     assert "crash 1" in verdict.reason
 
 
+def test_a_stop_before_the_start_is_no_crash(tmp_path):
+    assert decide(claim(tmp_path), code=143, not_started=True)[:2] == ("requeue", 0)
+    second = claim(tmp_path, lease_s=0)
+    assert "crash 1" in decide(second, code=1).reason
+
+
 def test_exit_zero_without_a_marker_is_a_crash(tmp_path):
     assert decide(claim(tmp_path), max_crashes=0)[:2] == ("exit", 1)
 
