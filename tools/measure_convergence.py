@@ -1,0 +1,234 @@
+"""How fast each schedule reaches exact evaluation: the paper's Figure 5 and Appendix B for a trained model.
+
+    python tools/measure_convergence.py DIR --data PACKED [--sequences 8] [--output convergence]
+
+For every schedule (cyclic with each number of groups, of which one is Jacobi; chunked and wavefront with each
+chunk; all of them also with relaxation): the smallest number of passes whose held-out perplexity is within
+--within (1%) of exact autoregressive evaluation, what these passes cost in FLOPs, in sequential steps and in
+time on this machine, and how that compares with Jacobi and with exact evaluation. Writes OUTPUT.json (all
+passes and residuals) and OUTPUT.png (excess perplexity by passes), and prints the table.
+
+FLOPs are counted on the meta device, without the head; attention counts as half of T x T (count_flops.py).
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from tools.count_flops import Account, count, forward
+from wm_ds import evaluate, trained
+from wm_ds.checkpoint_format import CheckpointError
+from wm_ds.config import ConfigError
+from wm_ds.data import PackedSequences, evaluation_batches
+from wm_ds.model import Schedule
+from wm_ds.shards import ShardError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_FOLDER")
+    parser.add_argument("--data", type=Path, help="packed data (default: the run's; needed for a folder)")
+    parser.add_argument("--sequences", type=int, default=8, help="held-out sequences (default 8)")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[64, 128])
+    parser.add_argument(
+        "--relaxation", type=float, default=0.8, help="also with this (default 0.8; 1 for none)"
+    )
+    parser.add_argument("--max-passes", type=int, default=16, help="give up after so many (default 16)")
+    parser.add_argument("--within", type=float, default=0.01, help="of exact perplexity (default 0.01)")
+    parser.add_argument("--output", type=Path, default=Path("convergence"), help="path without its ending")
+    args = parser.parse_args()
+    try:
+        report = measure(args)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
+        draw(report, args.output.with_suffix(".png"))
+    except (
+        evaluate.EvaluationError,
+        trained.TrainedError,
+        CheckpointError,
+        ConfigError,
+        ShardError,
+    ) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    print(table(report))
+    print(f"{args.output.with_suffix('.json')} {args.output.with_suffix('.png')}")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All schedules, as data."""
+    for name in ("sequences", "max_passes"):
+        if getattr(args, name) < 1:
+            raise evaluate.EvaluationError(f"--{name.replace('_', '-')} must be at least 1")
+    source = trained.find(args.source)
+    if args.data is None and source.run_dir is None:
+        raise evaluate.EvaluationError(
+            f"{args.source} is an exported folder; say with --data which data to use"
+        )
+    rows = PackedSequences(args.data or source.run.data.sources()[0].path, "holdout")
+    device = evaluate.alone().device
+    model = source.load(torch.float32, device)
+    if not evaluate.has_passes(model.config):
+        raise evaluate.EvaluationError(f"{args.source} is a model without passes")
+    model.config.use_cache = False
+    bench = Bench(model, source.on_meta().eval(), rows, min(args.sequences, len(rows)), device)
+    exact = bench.run(Schedule.exact())
+    report: dict[str, Any] = {
+        "source": str(source.path),
+        "sequences": bench.sequences,
+        "length": rows.seq_len,
+        "within": args.within,
+        "exact": exact,
+        "schedules": [],
+    }
+    for name, make in families(args, rows.seq_len):
+        print(f"{name} …", file=sys.stderr, flush=True)
+        report["schedules"].append(converge(bench, name, make, exact, args))
+    jacobi = next((s for s in report["schedules"] if s["name"] == "Jacobi"), None)
+    for entry in report["schedules"]:
+        reached = entry["reached"]
+        if reached:
+            reached["speedup_over_exact"] = exact["seconds"] / reached["seconds"]
+            if jacobi and jacobi["reached"]:
+                reached["speedup_over_jacobi"] = jacobi["reached"]["seconds"] / reached["seconds"]
+    return report
+
+
+class Bench:
+    """Runs schedules over the same sequences, one by one as in prefilling, and counts what they cost."""
+
+    def __init__(
+        self, model: Any, on_meta: Any, rows: PackedSequences, sequences: int, device: torch.device
+    ) -> None:
+        self.model, self.on_meta, self.rows, self.sequences, self.device = (
+            model,
+            on_meta,
+            rows,
+            sequences,
+            device,
+        )
+
+    def run(self, schedule: Schedule) -> dict[str, Any]:
+        """Perplexity, seconds and FLOPs a sequence, sequential steps, and each pass's residual."""
+        batches = list(evaluation_batches(self.rows, 0, 1, 1, self.sequences))
+        self.model.model.measure_residuals = schedule.kind != "exact"
+        start = time.perf_counter()
+        loss, _ = evaluate.mean_loss(self.model, batches, schedule, self.device)
+        seconds = (time.perf_counter() - start) / self.sequences
+        residuals = self.model.model.residuals
+        length = self.rows.seq_len
+        with torch.no_grad():
+            run = lambda: forward(self.on_meta, length, schedule=schedule, use_cache=False)  # noqa: E731
+            flops = count(run, Account(length / 2))
+        return {
+            "passes": schedule.passes,
+            "perplexity": math.exp(loss),
+            "seconds": seconds,
+            "flops": flops,
+            "steps": len(schedule.steps(length)),
+            "residuals": [] if schedule.kind == "exact" or residuals is None else residuals.tolist(),
+        }
+
+
+def families(args: argparse.Namespace, length: int) -> Iterator[tuple[str, Any]]:
+    """(name, passes -> schedule) of everything to be measured."""
+    for relaxation in dict.fromkeys([1.0, args.relaxation]):
+        note = "" if relaxation == 1.0 else f", relaxed {relaxation:g}"
+        for groups in args.groups:
+            if groups <= length:
+                name = "Jacobi" if groups == 1 else f"cyclic g={groups}"
+                yield name + note, lambda n, g=groups, r=relaxation: Schedule.cyclic(g, n, relaxation=r)
+        for kind in ("chunked", "wavefront"):
+            for chunk in args.chunks:
+                for groups in args.groups:
+                    if 1 < groups <= chunk < length:
+                        make = getattr(Schedule, kind)
+                        yield (
+                            f"{kind} {chunk} g={groups}{note}",
+                            lambda n, c=chunk, g=groups, r=relaxation, make=make: make(c, g, n, relaxation=r),
+                        )
+
+
+def converge(
+    bench: Bench, name: str, make: Any, exact: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Passes 1, 2, … until the perplexity is near enough, or --max-passes."""
+    passes, reached = [], None
+    for number in range(1, args.max_passes + 1):
+        result = bench.run(make(number))
+        result["excess"] = result["perplexity"] / exact["perplexity"] - 1
+        passes.append(result)
+        if abs(result["excess"]) <= args.within:
+            reached = dict(result)
+            break
+    return {"name": name, "reached": reached, "passes": passes}
+
+
+def table(report: dict[str, Any]) -> str:
+    """One line a schedule."""
+    exact, length = report["exact"], report["length"]
+    columns = [("passes", 7), ("steps", 7), ("GFLOP", 9), ("s", 9), ("excess", 9)]
+    columns += [("vs Jacobi", 11), ("vs exact", 10)]
+    lines = [
+        f"{report['source']}: {report['sequences']} sequences of {length}, exact perplexity "
+        f"{exact['perplexity']:.3f} ({length} steps, {exact['seconds']:.3f} s)",
+        f"{'schedule':<34}" + "".join(f"{name:>{width}}" for name, width in columns),
+    ]
+    for entry in report["schedules"]:
+        r = entry["reached"]
+        if r is None:
+            last = entry["passes"][-1]
+            lines.append(
+                f"{entry['name']:<34}  not within {len(entry['passes'])} ({last['excess']:+.1%} left)"
+            )
+            continue
+        jacobi = f"{r['speedup_over_jacobi']:.2f}" if "speedup_over_jacobi" in r else "-"
+        lines.append(
+            f"{entry['name']:<34}{r['passes']:>7}{r['steps']:>7}{r['flops'] / 1e9:>9.2f}{r['seconds']:>9.3f}"
+            f"{r['excess']:>+9.2%}{jacobi:>11}{r['speedup_over_exact']:>10.2f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], output: Path) -> None:
+    """Excess perplexity and residual by number of passes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for index, entry in enumerate(report["schedules"]):
+        style = {"color": f"C{index % 10}", "linestyle": "--" if "relaxed" in entry["name"] else "-"}
+        points = [(p["passes"], max(abs(p["excess"]), 1e-6)) for p in entry["passes"]]
+        left.plot(*zip(*points), marker="o", markersize=3, linewidth=1, label=entry["name"], **style)
+        residuals = entry["passes"][-1]["residuals"]
+        right.plot(range(1, len(residuals) + 1), residuals, marker="o", markersize=3, linewidth=1, **style)
+    left.axhline(report["within"], color="gray", linewidth=0.8, linestyle=":")
+    left.set_title("excess over exact perplexity", fontsize=10)
+    right.set_title("relative change of the pool", fontsize=10)
+    for axis in (left, right):
+        axis.set_yscale("log")
+        axis.set_xlabel("passes", fontsize=9)
+        axis.grid(alpha=0.25)
+    figure.legend(*left.get_legend_handles_labels(), fontsize=6, loc="center right")
+    figure.tight_layout(rect=(0, 0, 0.82, 1))
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
