@@ -240,24 +240,6 @@ def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
     return packed.tolist()
 
 
-def all_reduce_max(values: list[float], device: torch.device) -> list[float]:
-    """Elementwise maximum over the ranks, in float64 (one collective)."""
-    packed = torch.tensor(values, dtype=torch.float64, device=device)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX)
-    return packed.tolist()
-
-
-def same_everywhere(error: str | None) -> list[str]:
-    """Every rank's error text, `[]` where none has one: so that all ranks stop together for one rank's
-    problem."""
-    if not torch.distributed.is_initialized():
-        return [error] if error else []
-    found: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, error)
-    return [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process: allocated on its GPU, or resident on the CPU."""
     if device.type == "cuda":
@@ -265,12 +247,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work, so that a clock read afterwards means something."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Clock:

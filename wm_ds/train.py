@@ -141,6 +141,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
                 metrics.pause()
     finish(config, engine, total, reason, attempt, metrics, world)
     watchdog.stop()
+    engine.ds.destroy()
 
 
 def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
