@@ -172,6 +172,8 @@ run() {
   [ "$(id -u)" = 0 ] || skip "the cluster needs root (for namespaces)"
   unshare --mount --pid --fork --uts --ipc --net true 2>/dev/null || skip "namespaces cannot be made here"
   (fetch) || skip "SLURM is not here"
+  exec 9>"$ROOT/lock"
+  flock -n 9 || { say "error: another cluster runs in $ROOT; wait for it or take another DIR"; exit 1; }
   exec unshare --mount --propagation private --pid --fork --kill-child --mount-proc --uts --ipc --net \
     bash "$SELF" "$ROOT" inside "$@"
 }
