@@ -96,5 +96,6 @@ def test_builds_wait_for_each_other_and_survive_a_killed_one(tmp_path):
 
 def test_collectives_without_ranks_are_what_one_rank_has():
     assert distributed.all_reduce_sum([1.5, 2.0], torch.device("cpu")) == [1.5, 2.0]
+    assert distributed.all_reduce_max([1.5], torch.device("cpu")) == [1.5]
     assert distributed.broadcast({"a": 1}) == {"a": 1}
     assert distributed.peak_memory_bytes(torch.device("cpu")) > 1 << 20

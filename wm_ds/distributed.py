@@ -240,6 +240,14 @@ def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
     return packed.tolist()
 
 
+def all_reduce_max(values: list[float], device: torch.device) -> list[float]:
+    """Elementwise maximum over the ranks, in float64 (one collective)."""
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX)
+    return packed.tolist()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process: allocated on its GPU, or resident on the CPU."""
     if device.type == "cuda":
