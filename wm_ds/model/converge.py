@@ -80,7 +80,7 @@ def run_until_converged(
             buffers = [buffer[:, moving] for buffer in buffers]
             rotary = tuple(table if table.shape[0] == 1 else table[moving] for table in rotary)
             visibility = visibility.rows(moving)
-    return PassResult(hidden_BWD, *final, None)
+    return PassResult(hidden_BWD, final[0], final[1])
 
 
 def _relative_change(old: Tensor, new: Tensor) -> Tensor:

@@ -73,7 +73,6 @@ class LCKVModel(WhiteMatterModel):
     """Embeddings, bottom warm-up layers, condensed layers' fixed point, top warm-up layers, final norm."""
 
     config_class = LCKVConfig
-    _no_split_modules = ("LCKVModel",)
 
     def _build(self, config: LCKVConfig) -> None:
         condensed = config.condensed
@@ -99,7 +98,7 @@ class LCKVModel(WhiteMatterModel):
             layers[condensed.start : condensed.stop],
             layers[condensed.stop :],
         )
-        pasts = (None,) * 3
+        pasts: tuple = (None, None, None)
         if past is not None:
             sizes = [len(bottom), 1, len(top)]
             pasts = tuple(zip(*(entries.split(sizes) for entries in past)))

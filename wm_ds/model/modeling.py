@@ -34,11 +34,11 @@ from .schedule import Converged, Schedule
 class WhiteMatterPreTrainedModel(PreTrainedModel):
     """Weight initialisation and the facts that transformers wants to know about a model."""
 
-    config_class = WhiteMatterConfig
+    config_class: type[WhiteMatterConfig] = WhiteMatterConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # All layers feed one pool and read it back: they stay together on one device.
-    _no_split_modules = ("WhiteMatterModel",)
+    _no_split_modules = ("WhiteMatterModel", "LCKVModel")
     _supports_sdpa = True
 
     @torch.no_grad()
@@ -211,12 +211,18 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         keep_cache: bool,
     ) -> PassResult:
         """The fixed point of parts = (layers, pool, dummy key, dummy value)."""
+        layers, pool, dummy_key, dummy_value = parts
         if isinstance(schedule, Converged):
             if torch.is_grad_enabled():
                 raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
-            return run_until_converged(*parts, x_BWD, rotary, visibility, schedule, past=past)
+            return run_until_converged(
+                layers, pool, dummy_key, dummy_value, x_BWD, rotary, visibility, schedule, past=past
+            )
         return run_passes(
-            *parts,
+            layers,
+            pool,
+            dummy_key,
+            dummy_value,
             x_BWD,
             rotary,
             visibility,
@@ -235,7 +241,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
 class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
     """WhiteMatter with a language-model head."""
 
-    base_class = WhiteMatterModel
+    base_class: type[WhiteMatterModel] = WhiteMatterModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: WhiteMatterConfig) -> None:
