@@ -53,11 +53,11 @@ def make_data(folder: Path, tokenizer: Path, seq_len: int = 64) -> Path:
     return folder
 
 
-def make_run(root: Path, step: int = 7, **model: object) -> Path:
+def make_run(root: Path, step: int = 7, seq_len: int = 64, **model: object) -> Path:
     """A run directory with one checkpoint of a model with random weights; returns it."""
     tokenizer, data = root / "tokenizer", root / "packed"
     if not data.exists():
-        make_data(data, make_tokenizer(tokenizer))
+        make_data(data, make_tokenizer(tokenizer), seq_len)
     run = root / "run"
     run.mkdir(parents=True, exist_ok=True)
     settings = {

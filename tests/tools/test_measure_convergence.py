@@ -11,21 +11,10 @@ from tools import measure_convergence as tool
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    run = exported.make_run(tmp_path_factory.mktemp("converged"))
+    run = exported.make_run(tmp_path_factory.mktemp("converged"), seq_len=32)
     output = run / "convergence"
-    arguments = [
-        str(run),
-        "--sequences",
-        "2",
-        "--groups",
-        "1",
-        "8",
-        "64",
-        "--chunks",
-        "32",
-        "--max-passes",
-        "8",
-    ]
+    options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4"
+    arguments = [str(run), *options.split()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["measure_convergence.py", *arguments, "--output", str(output)])
         tool.main()
@@ -35,20 +24,20 @@ def report(tmp_path_factory):
 
 def test_every_schedule_is_there(report):
     names = [entry["name"] for entry in report["schedules"]]
-    plain = ["Jacobi", "cyclic g=8", "cyclic g=64", "chunked 32 g=8", "wavefront 32 g=8"]
+    plain = ["Jacobi", "cyclic g=8", "cyclic g=32", "chunked 16 g=8", "wavefront 16 g=8"]
     assert names == plain + [f"{name}, relaxed 0.8" for name in plain]
 
 
 def test_as_many_groups_as_tokens_are_exact_in_one_pass(report):
-    """g = T is exact left-to-right evaluation: one pass of 64 steps, no excess."""
-    entry = next(e for e in report["schedules"] if e["name"] == "cyclic g=64")
+    """g = T is exact left-to-right evaluation: one pass of 32 steps, no excess."""
+    entry = next(e for e in report["schedules"] if e["name"] == "cyclic g=32")
     assert entry["reached"]["passes"] == 1
-    assert entry["reached"]["steps"] == 64
+    assert entry["reached"]["steps"] == 32
     assert entry["reached"]["excess"] == pytest.approx(0, abs=1e-5)
 
 
 def test_passes_converge_and_cost_what_they_do(report):
-    """Eight passes of g=8 are exact at T=64, so cyclic g=8 is reached; costs grow with passes."""
+    """Four passes of g=8 are exact at T=32, so cyclic g=8 is reached; costs grow with passes."""
     entry = next(e for e in report["schedules"] if e["name"] == "cyclic g=8")
     reached = entry["reached"]
     assert reached is not None
@@ -64,5 +53,5 @@ def test_passes_converge_and_cost_what_they_do(report):
 def test_a_folder_needs_data(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "whitematter"}')
     monkeypatch.setattr(sys, "argv", ["measure_convergence.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="error: .* say with --data"):
+    with pytest.raises(SystemExit, match=r"error: .* say with --data"):
         tool.main()
