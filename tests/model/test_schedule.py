@@ -6,7 +6,7 @@ import torch
 from tests import reference
 from tests.model.test_gradients import POLICIES, assert_equal_gradients, fast, labels_for
 from tests.model.tiny import batch, build, hidden, parameters, settings, tokens
-from wm_ds.model import Schedule
+from wm_ds.model import Converged, Schedule, WhiteMatterConfig
 
 LENGTH = 13
 NAMES = ("several", "filler", "one")
@@ -204,3 +204,35 @@ def test_a_prefill_stops_where_more_passes_change_nothing() -> None:
 def test_impossible_schedules_are_refused(make) -> None:
     with pytest.raises(ValueError):
         make()
+
+
+def test_the_configuration_names_its_schedules() -> None:
+    config = WhiteMatterConfig(num_groups=4, no_grad_passes=1, grad_passes=2)
+    assert config.training_schedule() == Schedule.cyclic(4, 3, no_grad=1)
+    assert config.prefill_schedule() == Schedule.cyclic(4, 3)
+    assert config.prefill_schedule("exact") == Schedule.exact()
+    assert config.prefill_schedule("converged", tolerance=0.1) == Converged(4, 0.1)
+    assert config.prefill_schedule(passes=5, groups=16) == Schedule.cyclic(16, 5)
+    config = WhiteMatterConfig(
+        schedule="wavefront", chunk_size=64, num_groups=8, relaxation=0.8, prefill="exact"
+    )
+    assert config.training_schedule() == Schedule.wavefront(64, 8, 3, no_grad=1, relaxation=0.8)
+    assert config.prefill_schedule() == Schedule.exact()
+    assert config.prefill_schedule("chunked") == Schedule.chunked(64, 8, 3, relaxation=0.8)
+    assert WhiteMatterConfig(schedule="exact").training_schedule() == Schedule.exact()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "spiral"}, "spiral"),
+        ({"schedule": "chunked"}, "chunk"),
+        ({"prefill": "wavefront", "chunk_size": 4, "num_groups": 8}, "chunk of 4"),
+        ({"prefill": "converged", "prefill_tolerance": -1.0}, "-1.0"),
+        ({"prefill_passes": 0}, "prefill_passes is 0"),
+        ({"tokenizer_size": 200_000}, "tokenizer_size is 200000"),
+    ],
+)
+def test_configurations_that_contradict_themselves_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WhiteMatterConfig(**fields)
