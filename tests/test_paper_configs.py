@@ -17,6 +17,8 @@ MAIN = {
     "paper_vanilla_32l": 103_848_448,
     "paper_wm_k16": 54_064_128,
     "paper_wm_k8": 50_642_432,
+    "paper_lckv_w4": 48_679_392,
+    "paper_lckv_w7": 49_564_416,  # the paper prints 49.7 M, which no sandwich of these sizes has
 }
 SWEEP = {
     "sweep_vanilla": 51_924_480,
@@ -91,12 +93,21 @@ def test_length_of_the_sweep(name: str) -> None:
     assert round(8 * 2048 * config.steps / 1e6, 1) == 327.7
 
 
-@pytest.mark.parametrize("name", [name for name in [*MAIN, *SWEEP] if "vanilla" not in name])
+@pytest.mark.parametrize("name", [name for name in [*MAIN, *SWEEP] if "k" in name.split("_")[-1]])
 def test_whitematter_runs_one_pass_without_and_two_with_gradient_in_eight_groups(name: str) -> None:
     m = load(CONFIGS / f"{name}.yaml").model
     assert (m.num_hidden_layers, m.router_stride, m.num_groups) == (16, 2, 8)
     assert (m.no_grad_passes, m.grad_passes) == (1, 2)
     assert m.num_kv_channels == int(name.split("k")[-1])
+
+
+@pytest.mark.parametrize(("w", "condensed"), [(4, range(2, 14)), (7, range(3, 12))])
+def test_lckv_is_trained_by_nine_jacobi_passes(w: int, condensed: range) -> None:
+    m = load(CONFIGS / f"paper_lckv_w{w}.yaml").model
+    assert (m.family, m.warmup_layers, m.num_groups) == ("lckv", w, 1)
+    assert (m.no_grad_passes, m.grad_passes) == (7, 2)
+    hf_config = model_config(m, vocab_size=151_936, seq_len=2048, eos_id=None)
+    assert hf_config.condensed == condensed
 
 
 def test_ablations_change_one_thing() -> None:

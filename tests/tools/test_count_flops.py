@@ -15,6 +15,8 @@ PRINTED = {
     "paper_vanilla_16l": ("0.444", "0.142", "0.179"),
     "paper_vanilla_24l": ("0.665", "0.212", "0.269"),
     "paper_vanilla_32l": ("0.887", "0.283", "0.359"),
+    "paper_lckv_w4": ("1.421", "0.935", "0.173"),
+    "paper_lckv_w7": ("1.174", "0.738", "0.175"),
     "paper_wm_k8": ("1.028", "0.432", "0.177"),
     "paper_wm_k16": ("1.111", "0.467", "0.184"),
 }
@@ -27,8 +29,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict]:
-    done = run("--json", *(str(ROOT / "configs" / f"{name}.yaml") for name in PRINTED))
+    done = run("--json")  # without names: the paper's seven models
     assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stderr
     return {item["name"]: item for item in json.loads(done.stdout)}
 
 
@@ -70,6 +73,25 @@ def test_lean_multiples_of_vanilla(reports: dict) -> None:
         lean = reports[name]["lean"]
         assert f"{lean['training'] / base['training']:.2f}" == training
         assert f"{lean['prefill'] / base['prefill']:.2f}" == prefill
+
+
+def test_lckv_by_hand(reports: dict) -> None:
+    """Nine passes; the last needs all condensed layers, the others none but those below the top one."""
+    for w, condensed in ((4, 12), (7, 9)):
+        lean = reports[f"paper_lckv_w{w}"]["lean"]
+        blocks = 9 * (condensed - 1) + 1
+        prefill = w * 15 + blocks * 14 + 10
+        assert lean["prefill"] / UNIT == pytest.approx(prefill, abs=0.1)
+        training = w * 47 + blocks * 14 + 9 + (2 * condensed - 1) * 30 + 2 * 2
+        assert lean["training"] / UNIT == pytest.approx(training, abs=0.1)
+        assert lean["decode"] / UNIT == pytest.approx(w * 19 + condensed * 18 + 1, abs=0.1)
+
+
+def test_lckv_multiples_of_vanilla_to_the_printed_digit(reports: dict) -> None:
+    base = reports["paper_vanilla_16l"]["paper"]
+    for w, printed in ((4, ("3.20", "6.61", "0.97")), (7, ("2.65", "5.21", "0.97"))):
+        paper = reports[f"paper_lckv_w{w}"]["paper"]
+        assert tuple(f"{paper[c] / base[c]:.2f}" for c in ("training", "prefill", "decode")) == printed
 
 
 def test_group_recomputation_is_listed_apart(reports: dict) -> None:
