@@ -16,6 +16,15 @@ SCHEDULES = {
 }
 
 
+def same_bits(one, two) -> bool:
+    """Whether two evaluations, of states [n, D], agree in every bit.
+
+    Where memory happens to lie may decide which kernel BLAS picks, hence the last bit; so up to three tries.
+    What leaks through a mask differs in all of them.
+    """
+    return any(torch.equal(one(), two()) for _ in range(3))
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_another_document_changes_no_bit(name: str, mode: str) -> None:
@@ -25,10 +34,12 @@ def test_another_document_changes_no_bit(name: str, mode: str) -> None:
     after = before.clone()
     after[:, :5] = (after[:, :5] + 7) % VOCABULARY
     assert (before[:, :5] != after[:, :5]).all()
-    one = hidden(lm, before, document_ids, SCHEDULES[name])
-    two = hidden(lm, after, document_ids, SCHEDULES[name])
-    assert torch.equal(one[:, 5:], two[:, 5:])
-    assert not torch.equal(one[:, :5], two[:, :5])
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return hidden(lm, ids, document_ids, SCHEDULES[name]).detach()[0]
+
+    assert same_bits(lambda: run(before)[5:], lambda: run(after)[5:])
+    assert (run(before)[:5] - run(after)[:5]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -38,9 +49,11 @@ def test_a_later_document_changes_no_bit(name: str) -> None:
     before = tokens(1, 13, seed=1)
     after = before.clone()
     after[:, 5:] = (after[:, 5:] + 7) % VOCABULARY
-    one = hidden(lm, before, document_ids, SCHEDULES[name])
-    two = hidden(lm, after, document_ids, SCHEDULES[name])
-    assert torch.equal(one[:, :5], two[:, :5])
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return hidden(lm, ids, document_ids, SCHEDULES[name]).detach()[0]
+
+    assert same_bits(lambda: run(before)[:5], lambda: run(after)[:5])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -50,10 +63,12 @@ def test_later_tokens_change_no_bit(name: str) -> None:
     before = tokens(1, 13, seed=1)
     after = before.clone()
     after[:, 6:] = (after[:, 6:] + 7) % VOCABULARY
-    one = lm.model(input_ids=before, schedule=SCHEDULES[name]).last_hidden_state
-    two = lm.model(input_ids=after, schedule=SCHEDULES[name]).last_hidden_state
-    assert torch.equal(one[:, :6], two[:, :6])
-    assert not torch.equal(one[:, 7:], two[:, 7:])
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return lm.model(input_ids=ids, schedule=SCHEDULES[name]).last_hidden_state.detach()[0]
+
+    assert same_bits(lambda: run(before)[:6], lambda: run(after)[:6])
+    assert (run(before)[7:] - run(after)[7:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -167,9 +182,11 @@ def test_what_the_filler_is_does_not_matter() -> None:
     other[document_ids < 0] = 0
     assert not torch.equal(other, input_ids)
     for schedule in SCHEDULES.values():
-        one = hidden(lm, input_ids, document_ids, schedule)
-        two = hidden(lm, other, document_ids, schedule)
-        assert torch.equal(one[document_ids >= 0], two[document_ids >= 0])
+        real = document_ids >= 0
+        assert same_bits(
+            lambda ids=input_ids, schedule=schedule: hidden(lm, ids, document_ids, schedule)[real],
+            lambda ids=other, schedule=schedule: hidden(lm, ids, document_ids, schedule)[real],
+        )
 
 
 def test_rotation_starts_anew_in_each_document() -> None:
