@@ -23,7 +23,7 @@ def naive_hidden(lm: WhiteMatterForCausalLM, input_ids: Tensor, document_ids: Te
     model, config = lm.model, lm.config
     x_BTD = model.embed_tokens(input_ids)
     rows, length = input_ids.shape
-    index_T = torch.arange(length)
+    index_T = torch.arange(length, device=input_ids.device)
     starts_BT = torch.ones_like(document_ids, dtype=torch.bool)
     starts_BT[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(1).values
@@ -44,7 +44,7 @@ def naive_hidden(lm: WhiteMatterForCausalLM, input_ids: Tensor, document_ids: Te
     def one_pass(keys: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
         hidden_BTD, states = torch.zeros_like(x_BTD), [x_BTD] * config.num_hidden_layers
         for group in range(config.num_groups):
-            positions = torch.arange(group, length, config.num_groups)
+            positions = torch.arange(group, length, config.num_groups, device=input_ids.device)
             columns = slice(group, None, config.num_groups)
             slots = Slots([len(positions)], [length + 1], [seen_BTM[:, None, columns]])
             h_BnD, own = x_BTD[:, columns], []

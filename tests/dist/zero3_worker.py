@@ -12,6 +12,7 @@ from wm_ds import distributed  # first: it prepares the environment that DeepSpe
 
 import torch  # isort: skip
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
 from tests.dist import numerics
 from wm_ds import config as configuration
 from wm_ds.build import build_model, model_config

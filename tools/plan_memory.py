@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""What a run needs per GPU, before there is one.
+
+    python tools/plan_memory.py configs/7b.yaml --gpus 64 --nodes 8 --gpu-memory 80
+    python tools/plan_memory.py configs/7b.yaml --gpus 64 --nodes 8 --gpu-memory 80 --json
+
+For every ZeRO stage, recomputation and micro-batch that is sensible: the peak per GPU in GiB by what it is
+spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
+make it. States are arithmetic; activations come from running the model on fake tensors (wm_ds/plan.py says
+how and what is left out). Runs on any machine, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from wm_ds.build import model_class, model_config
+from wm_ds.config import Config, ConfigError, load
+from wm_ds.engine import table_for
+from wm_ds.optim import OptimizerError, Row
+from wm_ds.plan import GIB, RESERVE, Plan, plans
+
+VOCABULARY = 151_936  # Qwen3's, where neither the run nor --vocabulary says
+SHORT = {
+    "parameters": "params",
+    "gathered parameters": "gathered",
+    "gradients": "grads",
+    "activations": "activ",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Predicted peak memory per GPU for every way to run a configuration."
+    )
+    parser.add_argument("config", help="the run's YAML")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="nodes they are spread over (default %(default)s)"
+    )
+    parser.add_argument("--gpu-memory", type=float, required=True, help="GB of one GPU")
+    parser.add_argument(
+        "--length", type=int, help="tokens of a sequence (default: the packed data's, or 2048)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, help="tokens (default: model.vocab_size, the data's, or Qwen3's)"
+    )
+    parser.add_argument("--all", action="store_true", help="also list what does not fit")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, in bytes")
+    options = parser.parse_args(argv)
+    try:
+        for name in ("gpus", "nodes", "gpu_memory"):
+            if getattr(options, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
+        if options.gpus % options.nodes:
+            raise ConfigError(f"--gpus {options.gpus} do not divide over --nodes {options.nodes}")
+        config = load(options.config, options.overrides)
+        if config.batch.global_batch % options.gpus:
+            config.batch.model_copy(update={"micro_batch": 1}).accumulation(options.gpus)
+        length, vocabulary = sizes(config, options.length, options.vocabulary)
+        hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
+        with torch.device("meta"), no_init_weights():
+            lm = model_class(hf)(hf)
+            lm.tie_weights()
+        rows = table_for(config, lm)
+        found = list(plans(config, hf, rows, length, options.gpus))
+    except (ConfigError, OptimizerError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    room = options.gpu_memory * 1e9 * (1 - RESERVE)
+    best = recommend(found, room)
+    if options.json:
+        report = {
+            "config": options.config,
+            "gpus": options.gpus,
+            "nodes": options.nodes,
+            "length": length,
+            "parameters": sum(torch.Size(r.shape).numel() for r in rows),
+            "room": room,
+            "plans": [asdict(p) | {"peak": p.peak, "fits": p.peak <= room} for p in found],
+            "recommended": None if best is None else found.index(best),
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print(text(options, config, rows, length, found, best, room))
+    return 0 if best is not None else 1
+
+
+def sizes(config: Config, length: int | None, vocabulary: int | None) -> tuple[int, int]:
+    """Tokens of a sequence and of the vocabulary: as given, else from packed data that is there."""
+    manifest = Path(config.data.sources()[0].path) / "manifest.json"
+    known: dict[str, Any] = json.loads(manifest.read_text()) if manifest.exists() else {}
+    return (
+        length or int(known.get("seq_len", 2048)),
+        vocabulary or config.model.vocab_size or int(known.get("vocab_size", VOCABULARY)),
+    )
+
+
+def recommend(found: list[Plan], room: float) -> Plan | None:
+    """What fits with the least recomputation, then the fewest bytes sent, then the largest micro-batch up to
+    what leaves the GPU busy. Offload and gathering at every traversal only where nothing else fits."""
+    fitting = [p for p in found if p.peak <= room]
+    return min(
+        fitting,
+        key=lambda p: (
+            p.offload,
+            p.gather == "traversal" and any(q.gather == "step" for q in found),
+            p.hardware_flops or 0.0,
+            sum(p.traffic.values()),
+            -p.micro_batch,
+        ),
+        default=None,
+    )
+
+
+def command(config_path: str, plan: Plan, gpus: int, nodes: int) -> str:
+    """The start of the run with a plan's settings."""
+    name = f"ds_configs/zero{plan.stage}{'_offload' if plan.offload else ''}.json"
+    parts = [f"deepspeed={name}", f"recompute={plan.recompute}", f"batch.micro_batch={plan.micro_batch}"]
+    if plan.stage == 3:
+        parts.append(f"zero3.gather={plan.gather}")
+    launch = f"torchrun --nnodes {nodes} --nproc-per-node {gpus // nodes}"
+    return f"{launch} -m wm_ds.train {config_path} {' '.join(parts)}"
+
+
+def label(plan: Plan) -> str:
+    stage = f"{plan.stage}{'+offload' if plan.offload else ''}{' ' + plan.gather if plan.gather else ''}"
+    return f"{stage:18}{plan.recompute:12}{plan.micro_batch:>4}{plan.accumulation:>5}"
+
+
+def text(
+    options: argparse.Namespace,
+    config: Config,
+    rows: list[Row],
+    length: int,
+    found: list[Plan],
+    best: Plan | None,
+    room: float,
+) -> str:
+    """The table: of each stage and recomputation the largest micro-batch that fits, or all with --all."""
+    total = sum(torch.Size(r.shape).numel() for r in rows)
+    names = list(found[0].parts)
+    lines = [
+        f"{options.config}: {total:,} parameters, rows of {length}, precision {config.precision}; "
+        f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room / GIB:.1f} GiB to use) on {options.nodes} "
+        f"node{'s' * (options.nodes > 1)}",
+        "GiB per GPU; states by arithmetic, activations from the model on fake tensors",
+        f"{'ZeRO':18}{'recompute':12}{'mb':>4}{'acc':>5}"
+        + "".join(f"{SHORT.get(n, n):>10}" for n in names)
+        + f"{'peak':>9}{'sent':>9}",
+    ]
+    shown = found
+    if not options.all:
+        shown = []
+        for key in dict.fromkeys((p.stage, p.offload, p.gather, p.recompute) for p in found):
+            same = [p for p in found if (p.stage, p.offload, p.gather, p.recompute) == key]
+            shown.append(
+                max((p for p in same if p.peak <= room), key=lambda p: p.micro_batch, default=same[0])
+            )
+    for plan in shown:
+        cells = "".join(f"{size / GIB:>10.2f}" for size in plan.parts.values())
+        mark = " <-" if plan is best else "" if plan.peak <= room else "  does not fit"
+        sent = sum(plan.traffic.values()) / GIB
+        lines.append(f"{label(plan)}{cells}{plan.peak / GIB:>9.2f}{sent:>9.2f}{mark}")
+    if best is None:
+        lines.append("nothing fits: more GPUs, a shorter row, or a smaller model")
+    else:
+        spent = ", ".join(f"{name} {size / GIB:.2f}" for name, size in best.traffic.items()) or "nothing"
+        lines += [
+            f"recommended: {command(options.config, best, options.gpus, options.nodes)}",
+            f"  each GPU sends a step, GiB: {spent}",
+        ]
+        if best.offload:
+            lines.append(f"  host memory per GPU: {best.host / GIB:.2f} GiB")
+        if best.hardware_flops:
+            lines.append(f"  hardware GFLOP per token with recomputation: {best.hardware_flops / 1e9:.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

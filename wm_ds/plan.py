@@ -1,0 +1,330 @@
+"""What a run needs in memory and sends over the network, for every ZeRO stage, recomputation and micro-batch.
+
+States (weights, gradients, optimizer) follow from the parameters' shapes by arithmetic. Activations come from
+running the real model, forward and backward, on fake tensors under a storage tracker (memory.py): nothing is
+computed or allocated. To stay within seconds the run is made small in directions in which memory is exactly
+affine: two groups of the size of the run's groups, with one and with two gradient passes, at the full number
+of layers or, for deep models, at two smaller ones; batch 1.
+
+Not in any figure: what kernels use inside one call, the CUDA context and NCCL (about 1.5 GiB a GPU), and the
+allocator's fragmentation. `RESERVE` of the GPU is left free for them. Fake tensors take the paths of the CPU:
+attention kernels on CUDA (flash, flex) save other small tensors than those.
+
+w: bytes of a stored weight (bf16: 2, autocast and fp32: 4); P parameters, N GPUs, L layers, D width,
+k channels, G KV heads of width d, B rows of T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.configuration_utils import PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from .build import model_class
+from .config import Config
+from .flops import training
+from .loss import CHUNK_LOGITS, document_mask, document_positions
+from .memory import StorageTracker
+from .optim import EXCHANGE_ELEMENTS, Row
+from .zero3 import default_gather, limits
+
+GIB = 1 << 30
+RESERVE = 0.08  # of a GPU, for what is not in the figures
+EXTRA_LAYERS = 2  # between the two depths of an extrapolation
+
+
+@dataclass(frozen=True)
+class Body:
+    """Bytes of one row through the model's body, apart from parameters and their gradients.
+
+    `kept` is alive between forward and backward, `peak` at the worst moment; `pool` is the pool's part of
+    `peak`: its buffers, their gradients and the overwritten entries.
+    """
+
+    kept: float
+    peak: float
+    pool: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run, and its bytes per GPU at the worst moment of a step."""
+
+    stage: int
+    offload: bool
+    gather: str | None
+    recompute: str
+    micro_batch: int
+    accumulation: int
+    parts: dict[str, float]
+    host: float
+    """Bytes per GPU in the host's memory (offload)."""
+    traffic: dict[str, float]
+    """Bytes that each GPU sends in a step."""
+    hardware_flops: float | None
+    """Per token, recomputation included."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+# Activations, by running the model
+
+
+def _storage_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _variant(hf: PretrainedConfig, **fields: Any) -> PretrainedConfig:
+    """The same configuration with other fields, checked again."""
+    kept = {k: v for k, v in hf.to_dict().items() if k not in ("model_type", "architectures", "dtype")}
+    return type(hf)(**(kept | fields))
+
+
+def _measure(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> tuple[float, float]:
+    """(kept, peak) bytes of one row of `length` tokens on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        with no_init_weights():
+            lm = model_class(hf)._from_config(hf, dtype=_storage_dtype(precision))
+        lm.train()
+        ids = torch.zeros(1, length, dtype=torch.long)
+        documents = torch.zeros(1, length, dtype=torch.int32)
+        arguments: dict[str, Any] = {"document_ids": documents}
+        if hf.model_type == "qwen3":
+            mask, positions = document_mask(documents, lm.dtype), document_positions(documents)
+            arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+            if recompute == "layer":
+                lm.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            lm.model.recompute = recompute
+        tracker = StorageTracker(lm.parameters())
+        with tracker:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                hidden = lm.model(input_ids=ids, **arguments).last_hidden_state
+            kept = tracker.current["activations"]
+            tracker.in_backward = True
+            hidden.backward(torch.zeros_like(hidden))
+        return kept, tracker.peaks["activations"]
+
+
+def body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> Body:
+    """One row of `length` tokens through the model's body."""
+    layers = hf.num_hidden_layers
+    shallow = max(2, getattr(hf, "num_kv_channels", 1))
+    if layers > shallow + EXTRA_LAYERS:
+        ends = []
+        for depth in (shallow, shallow + EXTRA_LAYERS):
+            ends.append(
+                _body(_variant(hf, num_hidden_layers=depth, layer_types=None), length, precision, recompute)
+            )
+        slope = (layers - shallow) / EXTRA_LAYERS
+        kept, peak = (
+            getattr(ends[0], name) + slope * (getattr(ends[1], name) - getattr(ends[0], name))
+            for name in ("kept", "peak")
+        )
+        return Body(kept, peak, ends[0].pool)
+    return _body(hf, length, precision, recompute)
+
+
+def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> Body:
+    if hf.model_type == "qwen3":
+        return Body(*_measure(hf, length, precision, recompute), 0.0)
+    if hf.model_type != "whitematter" or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
+        return Body(*_measure(hf, length, precision, recompute), _pool_bytes(hf, length, precision))
+    short = -(-length // hf.num_groups) * 2
+    small = [
+        _measure(
+            _variant(hf, num_groups=2, grad_passes=passes, no_grad_passes=min(1, hf.no_grad_passes)),
+            short, precision, recompute,
+        )
+        for passes in (1, 2)
+    ]  # fmt: skip
+    # What one more gradient pass keeps, for each token; the first has the last group's pool left out.
+    more = (hf.grad_passes - 1) * length / short
+    more += (length - short) / short
+    added = [b - a for a, b in zip(*small)]
+    # What exists once per token, whatever the passes: the pool's buffers, embeddings and final states.
+    w = 2 if precision != "fp32" else 4
+    entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
+    states = _storage_dtype(precision).itemsize * hf.hidden_size
+    longer = length - short
+    start = min(1, hf.no_grad_passes) * (entries * w if "group" in recompute or precision else 0)
+    once = longer * (entries * w + 3 * states + start) + _mask_bytes(length, hf.num_groups, w)
+    back = longer * (entries * 4 + 4 * hf.hidden_size + states)
+    kept = small[0][0] + more * added[0] + once - _mask_bytes(short, 2, w)
+    peak = small[0][1] + more * added[1] + once + back - _mask_bytes(short, 2, w)
+    return Body(kept, peak, _pool_bytes(hf, length, precision))
+
+
+def _mask_bytes(length: int, groups: int, w: int) -> float:
+    """Additive masks of all groups: four runs of queries, each against its prefix of the row."""
+    queries = -(-length // groups)
+    runs = max(1, min(4, queries // 32))
+    return length * length * (runs + 1) / (2 * runs) * w
+
+
+def _pool_bytes(hf: PretrainedConfig, length: int, precision: str) -> float:
+    w = 2 if precision != "fp32" else 4
+    channels = getattr(hf, "num_kv_channels", 1)
+    entries = 2 * channels * hf.num_key_value_heads * hf.head_dim * length
+    passes = hf.grad_passes + min(1, hf.no_grad_passes)
+    return entries * (w + 4 + w * passes)
+
+
+# States, by arithmetic
+
+
+def plans(
+    config: Config,
+    hf: PretrainedConfig,
+    rows: list[Row],
+    length: int,
+    gpus: int,
+    *,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    recomputes: tuple[str, ...] | None = None,
+    micro_batches: tuple[int, ...] | None = None,
+    buckets: tuple[int, int] = (50_000_000, 50_000_000),
+) -> Iterator[Plan]:
+    """Every sensible way to run, cheapest in recomputation first.
+
+    `rows`: the optimizer's table (engine.table_for). `buckets`: DeepSpeed's reduce and all-gather bucket.
+    """
+    multi_pass = hf.model_type != "qwen3"
+    if recomputes is None:
+        recomputes = ("none", "layer", "group", "group+layer") if multi_pass else ("none", "layer")
+    per_gpu = config.batch.global_batch // gpus
+    if micro_batches is None:
+        micro_batches = tuple(2**i for i in range(12) if per_gpu % 2**i == 0 and 2**i <= per_gpu)
+    for recompute in recomputes:
+        measured = body(hf, length, config.precision, recompute)
+        cost = training(hf, length, recompute)
+        for stage in stages:
+            gathers: tuple[str | None, ...] = (None,)
+            if stage == 3:
+                gathers = ("step", "traversal") if "layer" in recompute else ("step",)
+                gathers = gathers if multi_pass else (default_gather("vanilla"),)
+            for gather in gathers:
+                for offload in (False, True) if stage >= 2 else (False,):
+                    for micro in micro_batches:
+                        yield plan(
+                            config, hf, rows, length, gpus, measured, stage=stage, gather=gather,
+                            recompute=recompute, micro_batch=micro, offload=offload, buckets=buckets,
+                            flops=None if cost is None else cost.hardware,
+                        )  # fmt: skip
+
+
+def plan(
+    config: Config,
+    hf: PretrainedConfig,
+    rows: list[Row],
+    length: int,
+    gpus: int,
+    measured: Body,
+    *,
+    stage: int,
+    gather: str | None,
+    recompute: str,
+    micro_batch: int,
+    offload: bool = False,
+    buckets: tuple[int, int] = (50_000_000, 50_000_000),
+    flops: float | None = None,
+) -> Plan:
+    """One way to run. See the module's text for what is arithmetic and what is measured."""
+    w = _storage_dtype(config.precision).itemsize
+    total = sum(math.prod(r.shape) for r in rows)
+    state = sum(math.prod(r.shape) * (4 if r.rule == "muon" else 8) for r in rows)
+    accumulation = config.batch.global_batch // (gpus * micro_batch)
+    share = 1 / gpus
+    multi_pass = hf.model_type != "qwen3"
+    local = config.optim.clip > 0 and config.optim.clip_rule == "local"
+    # Every group of every pass uses every weight: no gradient is complete before the end of backward.
+    whole = stage < 2 or local or multi_pass
+    cut = share if stage >= 1 else 1.0
+    masters = 0 if stage == 0 and w == 4 else 4 * total
+    optimizer = (masters + state) * cut
+    gradients = w * total * (1.0 if whole else share)
+    if stage >= 2:
+        gradients += w * total * share
+    sizes = dict(limits(gather, [(r.name, r.shape) for r in rows])) if gather else {}
+    gathered = 0.0
+    if stage == 3:
+        gathered = w * min(total, sizes["stage3_max_live_parameters"])
+    bucket = min(buckets[0], total) * w * (2 if stage >= 2 else 1) if stage else 4 * min(total, 500_000_000)
+    if stage in (1, 2):
+        bucket += min(buckets[1], total) * w
+    # Muon's exchange and the update of the largest group happen when activations are gone.
+    muon = max((math.prod(r.shape) for r in rows if r.rule == "muon"), default=0)
+    step = 8 * total * cut + 4 * 4 * min(EXCHANGE_ELEMENTS, max(muon, int(total * cut)))
+    chunk = max(1, min(micro_batch * length, CHUNK_LOGITS // hf.vocab_size))
+    logits = chunk * hf.vocab_size * (8 + (2 if config.precision != "fp32" else 4))
+    head = 4 * hf.vocab_size * hf.hidden_size  # its gradient is made in forward, in fp32
+    during_loss = measured.kept * micro_batch + logits + head
+    during_backward = measured.peak * micro_batch
+    parts = {
+        "parameters": w * total * (share if stage == 3 else 1.0),
+        "gathered parameters": gathered,
+        "gradients": gradients,
+        "optimizer": 0.0 if offload else optimizer,
+        "activations": max(0.0, measured.peak - measured.pool) * micro_batch,
+        "pool": min(measured.pool, measured.peak) * micro_batch,
+        "logits": max(0.0, during_loss - gradients - during_backward),
+        "buffers": bucket,
+    }
+    working = sum(parts[name] for name in ("activations", "pool", "logits", "buffers"))
+    if not offload and step > working + gathered:
+        parts["buffers"] += step - working - gathered
+    return Plan(
+        stage, offload, gather, recompute, micro_batch, accumulation, parts,
+        optimizer + 4 * total * share if offload else 0.0,
+        traffic(hf, total, w, gpus, stage, gather, recompute, accumulation, muon_bytes(rows, stage, gpus)),
+        flops,
+    )  # fmt: skip
+
+
+def muon_bytes(rows: list[Row], stage: int, gpus: int) -> float:
+    """Bytes that Muon's exchange of pieces sends a step: all matrices there and back at stage 3."""
+    matrices = 4 * sum(math.prod(r.shape) for r in rows if r.rule == "muon")
+    return 2 * matrices / gpus if stage == 3 else 0.0
+
+
+def traffic(
+    hf: PretrainedConfig,
+    total: int,
+    w: int,
+    gpus: int,
+    stage: int,
+    gather: str | None,
+    recompute: str,
+    accumulation: int,
+    muon: float,
+) -> dict[str, float]:
+    """Bytes that each GPU sends in a step, by purpose; rings send (N-1)/N of what is moved."""
+    if gpus == 1:
+        return {}
+    ring = (gpus - 1) / gpus
+    moved = {"gradients": w * total * ring * (2 if stage == 0 else 1)}
+    if stage in (2, 3):
+        moved["gradients"] *= accumulation
+    if stage in (1, 2):
+        moved["updated weights"] = w * total * ring
+    if stage == 3:
+        times = 1
+        if gather == "traversal" and hf.model_type != "qwen3":
+            passes, groups = hf.no_grad_passes + hf.grad_passes, hf.num_groups
+            forward, again = passes * groups, hf.grad_passes * groups
+            times = forward + again * (2 + (recompute == "group+layer"))
+        elif gather == "traversal":
+            times = 2
+        moved["gathered weights"] = w * total * ring * times * accumulation
+    if muon:
+        moved["Muon's matrices"] = muon
+    return moved
