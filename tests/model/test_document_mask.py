@@ -182,11 +182,11 @@ def test_what_the_filler_is_does_not_matter() -> None:
     other[document_ids < 0] = 0
     assert not torch.equal(other, input_ids)
     for schedule in SCHEDULES.values():
-        real = document_ids >= 0
-        assert same_bits(
-            lambda ids=input_ids, schedule=schedule: hidden(lm, ids, document_ids, schedule)[real],
-            lambda ids=other, schedule=schedule: hidden(lm, ids, document_ids, schedule)[real],
-        )
+
+        def run(ids: torch.Tensor, schedule: Schedule = schedule) -> torch.Tensor:
+            return hidden(lm, ids, document_ids, schedule)[document_ids >= 0]
+
+        assert same_bits(lambda run=run: run(input_ids), lambda run=run: run(other))
 
 
 def test_rotation_starts_anew_in_each_document() -> None:

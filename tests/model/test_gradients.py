@@ -119,7 +119,8 @@ def test_truncation_is_not_the_full_gradient() -> None:
     assert (truncated[name] - whole[name]).abs().max() > 1e-6
 
 
-def test_policies_agree_bit_for_bit_in_the_forward_pass() -> None:
+def test_policies_agree_in_the_forward_pass() -> None:
+    """To a rounding: BLAS may pick another kernel where memory happens to lie differently."""
     lm = build(3, 2, 4).train()
     input_ids, document_ids = batch("several", "filler")
     outputs = []
@@ -127,7 +128,7 @@ def test_policies_agree_bit_for_bit_in_the_forward_pass() -> None:
         lm.model.recompute = policy
         outputs.append(hidden(lm, input_ids, document_ids, None).detach())
     for policy, output in zip(POLICIES, outputs, strict=True):
-        assert torch.equal(output, outputs[0]), policy
+        assert (output - outputs[0]).abs().max() < 1e-12, policy
 
 
 @pytest.mark.parametrize("policy", POLICIES)

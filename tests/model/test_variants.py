@@ -121,7 +121,7 @@ def test_without_feedback_there_is_no_dummy_and_one_pass_is_exact() -> None:
     with torch.no_grad():
         one = hidden(lm, input_ids, document_ids, None)
         many = hidden(lm, input_ids, document_ids, Schedule.cyclic(3, 4))
-    assert torch.equal(one, many)
+    assert (one - many).abs().max() < 1e-12
 
 
 # ----------------------------------------------------------------------------------------------------- LCKV

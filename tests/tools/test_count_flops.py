@@ -1,11 +1,15 @@
 """The paper's Table 2 and the lean work of our passes, from the models at full size on the meta device."""
 
+import functools
+import importlib.util
 import json
-import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from wm_ds.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = 589_824  # FLOPs of one 512 x 576 projection of a token; the closed forms are small integers of it
@@ -22,17 +26,21 @@ PRINTED = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "count_flops.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+@functools.cache
+def tool():
+    """tools/count_flops.py as a module."""
+    spec = importlib.util.spec_from_file_location("count_flops", ROOT / "tools" / "count_flops.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["count_flops"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, dict]:
-    done = run("--json")  # without names: the paper's seven models
-    assert done.returncode == 0, done.stderr
-    assert "left out" not in done.stderr
-    return {item["name"]: item for item in json.loads(done.stdout)}
+@functools.cache
+def counted(name: str) -> dict:
+    """One model's report; --json prints just this."""
+    lm = tool().on_meta(load(ROOT / "configs" / f"{name}.yaml"), 2048)
+    return asdict(tool().report(name, lm))
 
 
 def units(flops: dict) -> tuple[float, float, float]:
@@ -40,26 +48,26 @@ def units(flops: dict) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_papers_accounting_to_the_printed_digit(name: str, reports: dict) -> None:
-    got = reports[name]["paper"]
+def test_papers_accounting_to_the_printed_digit(name: str) -> None:
+    got = counted(name)["paper"]
     assert tuple(f"{got[c] / 1e9:.3f}" for c in ("training", "prefill", "decode")) == PRINTED[name]
 
 
-def test_papers_accounting_by_hand(reports: dict) -> None:
+def test_papers_accounting_by_hand() -> None:
     """A block is 10 products and 4 of attention, 30 backward; a pool 24 at k = 16 and 12 at k = 8."""
-    assert units(reports["paper_vanilla_16l"]["paper"]) == (16 * 47, 16 * 15, 16 * 19)
+    assert units(counted("paper_vanilla_16l")["paper"]) == (16 * 47, 16 * 15, 16 * 19)
     for name, pool in (("paper_wm_k16", 24), ("paper_wm_k8", 12)):
         training = 3 * 16 * 14 + 6 * pool + 31 * 30 + 2.875 * 2 * pool
         prefill = 3 * 16 * 14 + 5 * pool
-        assert units(reports[name]["paper"]) == (training, prefill, 16 * 18 + pool)
+        assert units(counted(name)["paper"]) == (training, prefill, 16 * 18 + pool)
 
 
-def test_lean_work_by_hand(reports: dict) -> None:
+def test_lean_work_by_hand() -> None:
     """Training: 3L-2 blocks and 3.875 pools forward, 2L-1 and 2.875 backward; prefill: 3L-2 and 4 pools."""
     for name, pool in (("paper_wm_k16", 24), ("paper_wm_k8", 12)):
         training = 46 * 14 + 31 * 30 + 3.875 * pool + 2.875 * 2 * pool
         prefill = 46 * 14 + 4 * pool
-        got = reports[name]["lean"]
+        got = counted(name)["lean"]
         assert got["training"] / UNIT == pytest.approx(
             training, abs=0.5
         )  # entries that a row's end needs not
@@ -67,18 +75,18 @@ def test_lean_work_by_hand(reports: dict) -> None:
         assert got["decode"] / UNIT == pytest.approx(16 * 18 + pool, abs=0.1)
 
 
-def test_lean_multiples_of_vanilla(reports: dict) -> None:
-    base = reports["paper_vanilla_16l"]["lean"]
+def test_lean_multiples_of_vanilla() -> None:
+    base = counted("paper_vanilla_16l")["lean"]
     for name, training, prefill in (("paper_wm_k16", "2.40", "3.08"), ("paper_wm_k8", "2.25", "2.88")):
-        lean = reports[name]["lean"]
+        lean = counted(name)["lean"]
         assert f"{lean['training'] / base['training']:.2f}" == training
         assert f"{lean['prefill'] / base['prefill']:.2f}" == prefill
 
 
-def test_lckv_by_hand(reports: dict) -> None:
+def test_lckv_by_hand() -> None:
     """Nine passes; the last needs all condensed layers, the others none but those below the top one."""
     for w, condensed in ((4, 12), (7, 9)):
-        lean = reports[f"paper_lckv_w{w}"]["lean"]
+        lean = counted(f"paper_lckv_w{w}")["lean"]
         blocks = 9 * (condensed - 1) + 1
         prefill = w * 15 + blocks * 14 + 10
         assert lean["prefill"] / UNIT == pytest.approx(prefill, abs=0.1)
@@ -87,33 +95,42 @@ def test_lckv_by_hand(reports: dict) -> None:
         assert lean["decode"] / UNIT == pytest.approx(w * 19 + condensed * 18 + 1, abs=0.1)
 
 
-def test_lckv_multiples_of_vanilla_to_the_printed_digit(reports: dict) -> None:
-    base = reports["paper_vanilla_16l"]["paper"]
+def test_lckv_multiples_of_vanilla_to_the_printed_digit() -> None:
+    base = counted("paper_vanilla_16l")["paper"]
     for w, printed in ((4, ("3.20", "6.61", "0.97")), (7, ("2.65", "5.21", "0.97"))):
-        paper = reports[f"paper_lckv_w{w}"]["paper"]
+        paper = counted(f"paper_lckv_w{w}")["paper"]
         assert tuple(f"{paper[c] / base[c]:.2f}" for c in ("training", "prefill", "decode")) == printed
 
 
-def test_group_recomputation_is_listed_apart(reports: dict) -> None:
+def test_group_recomputation_is_listed_apart() -> None:
     """It repeats the gradient passes, and the blocks of the last detached pass for the sake of their pool."""
     for name, pool in (("paper_wm_k16", 24), ("paper_wm_k8", 12)):
         again = 31 * 14 + 15 * 14 + 2.875 * pool
-        assert reports[name]["recompute"] / UNIT == pytest.approx(again, abs=0.5)
-    assert reports["paper_vanilla_16l"]["recompute"] == 0
+        assert counted(name)["recompute"] / UNIT == pytest.approx(again, abs=0.5)
+    assert counted("paper_vanilla_16l")["recompute"] == 0
 
 
-def test_the_table_is_printed_in_both_accountings() -> None:
-    done = run(str(ROOT / "configs" / "paper_vanilla_16l.yaml"))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_table_is_printed_in_both_accountings(capsys: pytest.CaptureFixture) -> None:
+    assert tool().main([str(ROOT / "configs" / "paper_vanilla_16l.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if "vanilla" in line][1:] == [
         ["paper_vanilla_16l", "0.444", "1.00", "0.142", "1.00", "0.179", "1.00"]
     ] * 2
 
 
-def test_a_missing_run_is_one_line(tmp_path: Path) -> None:
-    done = run(str(tmp_path / "none.yaml"))
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "none.yaml" in done.stderr
+def test_json_is_the_reports(capsys: pytest.CaptureFixture) -> None:
+    assert tool().main(["--json", str(ROOT / "configs" / "paper_vanilla_16l.yaml")]) == 0
+    assert json.loads(capsys.readouterr().out) == [counted("paper_vanilla_16l")]
+
+
+def test_a_missing_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert tool().main([str(tmp_path / "none.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "none.yaml" in error
+
+
+def test_no_names_means_the_papers_seven_models() -> None:
+    assert [f"paper_{name}" for name in tool().PAPER_MODELS] == list(PRINTED)
+    assert all((ROOT / "configs" / f"{name}.yaml").exists() for name in PRINTED)
