@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from .pool import Pool
 from .schedule import Schedule
 from .tape import Tape, begin, columns, finish, overwrite, read, read_channel, write
 
+# Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
+POOL_PIECES = 8
+MIN_POSITIONS_PER_PIECE = 32
 RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
 
 
@@ -73,7 +77,8 @@ def run_passes(
         past: keys and values of cached tokens, each [k, B, G, P, d]; only without gradient.
         keep_cache: compute the pool entries of every position's last update, too.
         recompute: what backward recomputes instead of keeping it: "none", "layer" (each layer), "group" (each
-            step of the schedule), "group+layer" (each step, and each layer inside its recomputation).
+            step of the schedule), "group+layer" (each step, and inside its recomputation each layer and each
+            piece of the pool).
         measure_residuals: report how far every pass moved the pool.
 
     Raises:
@@ -177,8 +182,29 @@ class _Run:
                 states, h_BnD = self._layers(tape, link, x_BnD, slots, cos, sin, part.needs_hidden, mode)
         if not part.needs_pool:
             return None, None, h_BnD
-        new_keys, new_values = self.pool(states, cos, sin, token if mode == "pool" else None)
+        new_keys, new_values = self._pool(states, cos, sin, token if mode == "pool" else None)
         return new_keys, new_values, h_BnD
+
+    def _pool(
+        self, states: list[Tensor], cos: Tensor, sin: Tensor, token: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The pool of a step's states. Where layers are recomputed, too, nothing needs more memory (about 16
+        tensors of all L states); it is then computed, and recomputed in backward, piece by piece."""
+        pieces = min(POOL_PIECES, states[0].shape[1] // MIN_POSITIONS_PER_PIECE)
+        if self.recompute != "group+layer" or pieces < 2 or not torch.is_grad_enabled():
+            return self.pool(states, cos, sin, token)
+
+        def piece(cos: Tensor, sin: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+            return self.pool(list(states), cos, sin, token)
+
+        length = states[0].shape[1]
+        cuts = [length * i // pieces for i in range(pieces + 1)]
+        parts = []
+        for first, last in pairwise(cuts):
+            inputs = [x[:, first:last] for x in (cos, sin, *states)]
+            parts.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
+        new_keys, new_values = (torch.cat(entries, dim=3) for entries in zip(*parts))
+        return new_keys, new_values
 
     def _layers(
         self,
