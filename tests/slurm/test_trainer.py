@@ -193,7 +193,7 @@ def test_a_rank_that_hangs(cluster, finished):
         pytest.skip("needs the run of test_pack_train_export_evaluate")
     real(cluster)
     cluster.env.update(
-        WM_TRAIN_MODULE="faulty_train", FAULT="hang:1:4", WM_MAX_CRASHES="0", WM_HANG_TIMEOUT="15"
+        WM_TRAIN_MODULE="faulty_train", FAULT="hang:1:4", WM_MAX_CRASHES="0", WM_HANG_TIMEOUT="40"
     )
     jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}")
     ended = cluster.wait_end(jobs["train"], 240)
