@@ -9,10 +9,10 @@ Contenders:
     quicktok    the same with --encoder quicktok (if quicktok-v1 is installed and knows the tokenizer)
     datatrove   its pipeline JsonlReader -> DocumentTokenizer (if datatrove is installed)
 
-All run in one process on one core, tokenizers loaded beforehand, and take turns on pieces of the text; no two
-documents are the same, since every tokenizer remembers words it has seen. Measured is CPU time (user + system,
-all threads): it does not count what other programs do, and taking turns evens out how much they disturb the
-caches. Memory is that of the whole command, at two sizes of corpus.
+All run in one process on one core, tokenizers loaded beforehand, and take turns on pieces of the text. No two
+documents are the same, since every tokenizer remembers words it has seen. Measured is CPU time (user +
+system, all threads): it does not count what other programs do, and taking turns evens out how much they
+disturb the caches. Memory is that of the whole command, at two sizes of corpus.
 """
 
 from __future__ import annotations
