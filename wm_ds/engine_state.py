@@ -132,7 +132,9 @@ class EngineState:
         if self.stage == 3:
             for i in range(len(self.wrapper.fp16_groups)):
                 self.wrapper._reassign_or_swap_out_partitioned_parameters(i)
-            self.wrapper.checkpoint_event_epilogue()
+            # Nothing is gathered, persistent parameters neither: as in a fresh engine, the first step must
+            # find them missing, because that is how DeepSpeed learns which module uses which parameter.
+            self.wrapper.invalidate_secondary_tensor()
         elif self.stage in (1, 2):
             self.wrapper.update_lp_params()
         elif self.wrapper is not self.optimizer:  # bf16 at stage 0: masters are copies
