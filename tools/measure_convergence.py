@@ -86,6 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model.config.use_cache = False
     bench = Bench(model, source.on_meta().eval(), rows, min(args.sequences, len(rows)), device)
     exact = bench.run(Schedule.exact())
+    exact["flops"] = bench.flops(Schedule.exact())
     report: dict[str, Any] = {
         "source": str(source.path),
         "sequences": bench.sequences,
@@ -129,18 +130,21 @@ class Bench:
         loss, _ = evaluate.mean_loss(self.model, batches, schedule, self.device)
         seconds = (time.perf_counter() - start) / self.sequences
         residuals = self.model.model.residuals
-        length = self.rows.seq_len
-        with torch.no_grad():
-            run = lambda: forward(self.on_meta, length, schedule=schedule, use_cache=False)  # noqa: E731
-            flops = count(run, Account(length / 2))
         return {
             "passes": schedule.passes,
             "perplexity": math.exp(loss),
             "seconds": seconds,
-            "flops": flops,
-            "steps": len(schedule.steps(length)),
+            "steps": len(schedule.steps(self.rows.seq_len)),
             "residuals": [] if schedule.kind == "exact" or residuals is None else residuals.tolist(),
         }
+
+    @torch.no_grad()
+    def flops(self, schedule: Schedule) -> float:
+        """FLOPs of one sequence, all positions' final states included."""
+        length = self.rows.seq_len
+        return count(
+            lambda: forward(self.on_meta, length, schedule=schedule, use_cache=False), Account(length / 2)
+        )
 
 
 def families(args: argparse.Namespace, length: int) -> Iterator[tuple[str, Any]]:
@@ -172,7 +176,7 @@ def converge(
         result["excess"] = result["perplexity"] / exact["perplexity"] - 1
         passes.append(result)
         if abs(result["excess"]) <= args.within:
-            reached = dict(result)
+            reached = result | {"flops": bench.flops(make(number))}
             break
     return {"name": name, "reached": reached, "passes": passes}
 

@@ -13,7 +13,7 @@ from tools import measure_convergence as tool
 def report(tmp_path_factory):
     run = exported.make_run(tmp_path_factory.mktemp("converged"), seq_len=32)
     output = run / "convergence"
-    options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4"
+    options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4 --relaxation 0.9"
     arguments = [str(run), *options.split()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["measure_convergence.py", *arguments, "--output", str(output)])
@@ -25,7 +25,7 @@ def report(tmp_path_factory):
 def test_every_schedule_is_there(report):
     names = [entry["name"] for entry in report["schedules"]]
     plain = ["Jacobi", "cyclic g=8", "cyclic g=32", "chunked 16 g=8", "wavefront 16 g=8"]
-    assert names == plain + [f"{name}, relaxed 0.8" for name in plain]
+    assert names == plain + [f"{name}, relaxed 0.9" for name in plain]
 
 
 def test_as_many_groups_as_tokens_are_exact_in_one_pass(report):
@@ -37,15 +37,14 @@ def test_as_many_groups_as_tokens_are_exact_in_one_pass(report):
 
 
 def test_passes_converge_and_cost_what_they_do(report):
-    """Four passes of g=8 are exact at T=32, so cyclic g=8 is reached; costs grow with passes."""
+    """Four passes of g=8 are exact at T=32, so cyclic g=8 is reached; a pass has eight steps."""
     entry = next(e for e in report["schedules"] if e["name"] == "cyclic g=8")
     reached = entry["reached"]
     assert reached is not None
     assert abs(reached["excess"]) <= 0.01
     assert all(abs(p["excess"]) > 0.01 for p in entry["passes"][:-1])
     assert [p["steps"] for p in entry["passes"]] == [8 * p["passes"] for p in entry["passes"]]
-    flops = [p["flops"] for p in entry["passes"]]
-    assert flops == sorted(flops)
+    assert 0 < reached["flops"] < 4 * report["exact"]["flops"]
     assert len(reached["residuals"]) == reached["passes"]
     assert reached["speedup_over_exact"] == pytest.approx(report["exact"]["seconds"] / reached["seconds"])
 
