@@ -101,7 +101,8 @@ def candidates(options: argparse.Namespace) -> dict[str, tuple[Step, float | Non
                     loss = module(*arguments)
             loss.backward()
             module.zero_grad(set_to_none=True)
-            distributed.synchronize(torch.device(options.device))
+            if options.device.startswith("cuda"):
+                torch.cuda.synchronize()
 
         cost = training(hf, options.length, policy)
         name = f"{family}{'' if k is None else f' k={k}'}{'' if policy == 'none' else f', {policy}'}"

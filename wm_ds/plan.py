@@ -147,21 +147,16 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> 
         )
         for passes in (1, 2)
     ]  # fmt: skip
-    # What one more gradient pass keeps, for each token; the first has the last group's pool left out.
-    more = (hf.grad_passes - 1) * length / short
-    more += (length - short) / short
-    added = [b - a for a, b in zip(*small)]
-    # What exists once per token, whatever the passes: the pool's buffers, embeddings and final states.
-    w = 2 if precision != "fp32" else 4
+    # Kept is so much per token and pass; the masks alone grow with the square of the length.
+    (kept, _), (more, peak) = small
+    ratio, w = length / short, 2 if precision != "fp32" else 4
+    full = ratio * (kept - _mask_bytes(short, 2, w) + (hf.grad_passes - 1) * (more - kept))
+    full += _mask_bytes(length, hf.num_groups, w)
+    # Backward holds one group's working set and, for every token, gradients of its pool entries, its
+    # embedding and its final state.
     entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
-    states = _storage_dtype(precision).itemsize * hf.hidden_size
-    longer = length - short
-    start = min(1, hf.no_grad_passes) * (entries * w if "group" in recompute or precision else 0)
-    once = longer * (entries * w + 3 * states + start) + _mask_bytes(length, hf.num_groups, w)
-    back = longer * (entries * 4 + 4 * hf.hidden_size + states)
-    kept = small[0][0] + more * added[0] + once - _mask_bytes(short, 2, w)
-    peak = small[0][1] + more * added[1] + once + back - _mask_bytes(short, 2, w)
-    return Body(kept, peak, _pool_bytes(hf, length, precision))
+    per_token = 4 * entries + (4 + _storage_dtype(precision).itemsize) * hf.hidden_size
+    return Body(full, full + (peak - more) + (length - short) * per_token, _pool_bytes(hf, length, precision))
 
 
 def _mask_bytes(length: int, groups: int, w: int) -> float:
@@ -258,12 +253,18 @@ def plan(
     gathered = 0.0
     if stage == 3:
         gathered = w * min(total, sizes["stage3_max_live_parameters"])
-    bucket = min(buckets[0], total) * w * (2 if stage >= 2 else 1) if stage else 4 * min(total, 500_000_000)
+    bucket = min(buckets[0], total) * w * (2 if stage >= 2 else 1) if stage else 0
     if stage in (1, 2):
-        bucket += min(buckets[1], total) * w
-    # Muon's exchange and the update of the largest group happen when activations are gone.
-    muon = max((math.prod(r.shape) for r in rows if r.rule == "muon"), default=0)
-    step = 8 * total * cut + 4 * 4 * min(EXCHANGE_ELEMENTS, max(muon, int(total * cut)))
+        # A second copy of the stored weights, seen alive on two CPU ranks, and the gathering of updates.
+        bucket += w * total + min(buckets[1], total) * w
+    muon = sum(math.prod(r.shape) for r in rows if r.rule == "muon")
+    if stage == 0:
+        # The reduction flattens all gradients; AdamW's temporaries are smaller than that or about as large.
+        step = 4 * max(min(total, 500_000_000), 3 * (total - muon))
+    else:
+        # fp32 gradients of the own part, scaled; Muon's update and its exchange, there and back.
+        step = 8 * total * cut + 4 * muon * cut + 12 * min(EXCHANGE_ELEMENTS, muon * cut)
+        step += bucket - (min(buckets[0], total) * w * (2 if stage >= 2 else 1))
     chunk = max(1, min(micro_batch * length, CHUNK_LOGITS // hf.vocab_size))
     logits = chunk * hf.vocab_size * (8 + (2 if config.precision != "fp32" else 4))
     head = 4 * hf.vocab_size * hf.hidden_size  # its gradient is made in forward, in fp32
@@ -279,9 +280,10 @@ def plan(
         "logits": max(0.0, during_loss - gradients - during_backward),
         "buffers": bucket,
     }
-    working = sum(parts[name] for name in ("activations", "pool", "logits", "buffers"))
-    if not offload and step > working + gathered:
-        parts["buffers"] += step - working - gathered
+    # Activations are gone when the optimizer steps, and above stage 0 so are whole gradients.
+    reduced = gradients if stage == 0 else w * total * share
+    stepping = parts["parameters"] + parts["optimizer"] + reduced + step
+    parts["buffers"] += max(0.0, stepping - sum(parts.values()))
     return Plan(
         stage, offload, gather, recompute, micro_batch, accumulation, parts,
         optimizer + 4 * total * share if offload else 0.0,
