@@ -172,13 +172,13 @@ class _Run:
         self, tape: Tape, part: _Work, mode: str, token: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         cos, sin = (table[:, columns(part.positions)] for table in self.rotary)
-        slots = self.slots(part.positions)
         with torch.set_grad_enabled(mode == "all"):
             link = self.no_token if token is None else token
             x_BnD = read(tape, part.positions, link)
             if part.turn < 0:
                 states, h_BnD = [x_BnD], None
             else:
+                slots = self.slots(part.positions)
                 states, h_BnD = self._layers(tape, link, x_BnD, slots, cos, sin, part.needs_hidden, mode)
         if not part.needs_pool:
             return None, None, h_BnD
