@@ -215,7 +215,7 @@ def read_channel(
     """What one layer reads: a channel's key prefixes [B, G, m, d] for every m in `lengths`, and its values'.
 
     All alias the buffer. One call for each layer, also where layers share a channel: each call's backward
-    adds to the accumulators at once, where a shared one would hold all prefixes' gradients till the last layer.
+    adds to the accumulators at once; a shared one would hold all prefixes' gradients till the last layer.
     """
     flat = _ReadChannel.apply(tape, channel, lengths, token)
     return list(flat[: len(lengths)]), list(flat[len(lengths) :])
