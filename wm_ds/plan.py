@@ -3,7 +3,7 @@
 States (weights, gradients, optimizer) follow from the parameters' shapes by arithmetic. Activations come from
 running the real model, forward and backward, on fake tensors under a storage tracker (memory.py): nothing is
 computed or allocated. To stay within seconds the run is made small in directions in which memory is exactly
-affine: two groups of the size of the run's groups, with one and with two gradient passes, at the full number
+affine: two or four groups of the size of the run's groups, one and two gradient passes, at the full number
 of layers or, for deep models, at two smaller ones; batch 1.
 
 Not in any figure: what kernels use inside one call, the CUDA context and NCCL (about 1.5 GiB a GPU), and the
@@ -139,10 +139,12 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> 
         return Body(*_measure(hf, length, precision, recompute), 0.0)
     if hf.model_type != "whitematter" or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
         return Body(*_measure(hf, length, precision, recompute), _pool_bytes(hf, length, precision))
-    short = -(-length // hf.num_groups) * 2
+    # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.
+    groups = 2 if "group" in recompute else 4
+    short = -(-length // hf.num_groups) * groups
     small = [
         _measure(
-            _variant(hf, num_groups=2, grad_passes=passes, no_grad_passes=min(1, hf.no_grad_passes)),
+            _variant(hf, num_groups=groups, grad_passes=passes, no_grad_passes=min(1, hf.no_grad_passes)),
             short, precision, recompute,
         )
         for passes in (1, 2)
@@ -150,7 +152,7 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> 
     # Kept is so much per token and pass; the masks alone grow with the square of the length.
     (kept, _), (more, peak) = small
     ratio, w = length / short, 2 if precision != "fp32" else 4
-    full = ratio * (kept - _mask_bytes(short, 2, w) + (hf.grad_passes - 1) * (more - kept))
+    full = ratio * (kept - _mask_bytes(short, groups, w) + (hf.grad_passes - 1) * (more - kept))
     full += _mask_bytes(length, hf.num_groups, w)
     # Backward holds one group's working set and, for every token, gradients of its pool entries, its
     # embedding and its final state.
