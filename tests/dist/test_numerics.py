@@ -234,11 +234,11 @@ def test_full_product(stage: str, ranks: int) -> None:
 def test_stages_agree_bit_for_bit() -> None:
     """Two ranks' gradients are one addition each, so stages 0, 1 and 2 have no freedom of order.
 
-    results = numerics.run(2, cases)
-    first, *others, third = (assemble([r["weights"] for r in ranks]) for ranks in results)
+    Stage 3 has: it puts its own linear in torch's place and gathers the body as one: another order of sums.
     """
     cases = [Case({"stage": s}, "whitematter", recompute="group", steps=3) for s in (0, 1, 2, 3)]
-    first, *others, third = [assemble([r["weights"] for r in ranks]) for ranks in numerics.run(2, cases)]
+    results = numerics.run(2, cases)
+    first, *others, third = (assemble([r["weights"] for r in ranks]) for ranks in results)
     for other in others:
         assert all(torch.equal(weight, first[name]) for name, weight in other.items())
     assert difference(third, first)[0] < WEIGHT
