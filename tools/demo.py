@@ -83,10 +83,11 @@ class Demo:
 
     def start(self, *command: object, **environment: str) -> subprocess.Popen:
         words = [str(word) for word in command]
+        if words[0] == "python":
+            own = Path(sys.executable)
+            words[0] = str(own.relative_to(ROOT) if own.is_relative_to(ROOT) else own)
         shown = [f"{k}={v}" for k, v in environment.items()] + [shlex.quote(word) for word in words]
         print(f"$ {' '.join(shown)}", flush=True)
-        if words[0] == "python":
-            words[0] = sys.executable
         return subprocess.Popen(words, cwd=ROOT, env=os.environ | environment)
 
     def wait(self, process: subprocess.Popen, until: Any = lambda: False) -> None:

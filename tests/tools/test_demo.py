@@ -86,5 +86,5 @@ def test_failing_step_ends_the_demo(place, capsys):
     demo.step("text", [])
     with pytest.raises(SystemExit, match="the demo stopped in step 1"):
         demo.run("python", "-c", "raise SystemExit(3)")
-    assert "$ python -c 'raise SystemExit(3)'" in capsys.readouterr().out
+    assert "python -c 'raise SystemExit(3)'" in capsys.readouterr().out
     assert demo_tool.Demo().state == {}

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Inference as ratios to transformers' Qwen3 of the same width and depth, in one process on one device.
+
+    python benchmarks/inference.py                                      the paper's shape (slow on a CPU)
+    python benchmarks/inference.py --layers 4 --width 128 --length 256 --contexts 128 256 --repeats 3
+
+Prefill: three cyclic passes of eight groups over a prompt, the cache made, no logits but the last; the bar is
+1.1 times the ratio of FLOPs that these passes need in fp32, 1.25 times in bf16. Decoding: one more token
+behind contexts of the given lengths; the bar is 1.05 at k <= L. Cache: bytes, exactly k/L. Candidates run in
+turn, `--repeats` times after a warm-up, and medians are compared, so that a slow machine slows down all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.count_flops import prefill as prefill_flops
+from wm_ds import config as configuration
+from wm_ds import distributed
+from wm_ds.build import build_model, model_config
+from wm_ds.model.modeling import CACHE_FIELD
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PREFILL_BAR = {"float32": 1.1, "bfloat16": 1.25}
+DECODE_BAR = 1.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--channels", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--length", type=int, default=2048, help="of the prompt in prefill")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    device = distributed.pick_device(0)[0]
+    rows = [row for dtype in options.dtypes for row in compare(options, dtype, device)]
+    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    return 0
+
+
+def build(options: argparse.Namespace, channels: int | None) -> Any:
+    """Qwen3 (channels None) or WhiteMatter at the options' shape, fp32 on the current default device."""
+    shape: dict[str, Any] = {
+        "family": "vanilla" if channels is None else "whitematter",
+        "hidden_size": options.width,
+        "intermediate_size": 3 * options.width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": options.width * 3 // 16,
+    }
+    if channels is not None:
+        shape |= {"num_kv_channels": channels, "num_groups": 8, "no_grad_passes": 1, "grad_passes": 2}
+    length = max(options.length, *options.contexts) + 1
+    config = model_config(
+        configuration.Model(**shape), vocab_size=options.vocabulary, seq_len=length, eos_id=None
+    )
+    return build_model(config, seed=0).eval()
+
+
+@torch.no_grad()
+def compare(options: argparse.Namespace, dtype: str, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each measurement of each k, in one dtype."""
+    named: dict[str, int | None] = {"vanilla": None} | {f"k={k}": k for k in options.channels}
+    models = {name: build(options, k).to(device, DTYPES[dtype]) for name, k in named.items()}
+    flops = {}
+    for name, k in named.items():
+        with torch.device("meta"):
+            flops[name] = prefill_flops(build(options, k), options.length)
+    prompt = torch.randint(options.vocabulary, (1, options.length), device=device)
+
+    rows = []
+    times = interleaved(
+        {n: lambda m=m: run_prefill(m, prompt) for n, m in models.items()}, options.repeats, device
+    )
+    for name in list(named)[1:]:
+        ratio, lean = times[name] / times["vanilla"], flops[name] / flops["vanilla"]
+        bar = PREFILL_BAR[dtype] * lean
+        rows.append(row(f"prefill of {options.length}", name, dtype, ratio, bar, f"{lean:.2f} x FLOPs"))
+    for context in options.contexts:
+        tokens = torch.randint(options.vocabulary, (1, context), device=device)
+        caches = {name: run_prefill(model, tokens) for name, model in models.items()}
+        sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+        token = tokens[:, :1]
+
+        def decode(name: str, token: torch.Tensor = token, caches: dict = caches) -> None:
+            models[name](token, use_cache=True, **{CACHE_FIELD: caches[name]})
+            caches[name].crop(-1)
+
+        times = interleaved({n: lambda n=n: decode(n) for n in named}, options.repeats * 5, device)
+        for name, k in list(named.items())[1:]:
+            ratio = times[name] / times["vanilla"]
+            rows.append(row(f"decode behind {context}", name, dtype, ratio, DECODE_BAR, "time"))
+            share = sizes[name] / sizes["vanilla"]
+            rows.append(row(f"cache of {context}", name, dtype, share, int(k or 0) / options.layers, "bytes"))
+    return rows
+
+
+def row(what: str, name: str, dtype: str, ratio: float, bar: float, note: str) -> dict[str, Any]:
+    met = ratio <= bar * (1 + 1e-9)
+    return {"what": what, "model": name, "dtype": dtype, "ratio": ratio, "bar": bar, "met": met, "note": note}
+
+
+def run_prefill(model: Any, tokens: torch.Tensor) -> Any:
+    """The cache of a prompt; logits of its last position only, as generation needs."""
+    return getattr(model(tokens, use_cache=True, logits_to_keep=1), CACHE_FIELD)
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleaved(calls: dict[str, Any], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each call; they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(repeats + 1):
+        for name, call in calls.items():
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            synchronize(device)
+            if number:  # the first is the warm-up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':<22}{'model':<8}{'dtype':<10}{'ratio':>8}{'bar':>8}"]
+    for r in rows:
+        verdict = f"{'met' if r['met'] else 'not met'} ({r['note']})"
+        numbers = f"{r['ratio']:>8.3f}{r['bar']:>8.3f}"
+        lines.append(f"{r['what']:<22}{r['model']:<8}{r['dtype']:<10}{numbers}  {verdict}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
