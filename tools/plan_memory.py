@@ -136,7 +136,7 @@ def command(config_path: str, plan: Plan, gpus: int, nodes: int) -> str:
 
 def label(plan: Plan) -> str:
     stage = f"{plan.stage}{'+offload' if plan.offload else ''}{' ' + plan.gather if plan.gather else ''}"
-    return f"{stage:18}{plan.recompute:12}{plan.micro_batch:>4}{plan.accumulation:>5}"
+    return f"{stage:22}{plan.recompute:12}{plan.micro_batch:>4}{plan.accumulation:>5}"
 
 
 def text(
@@ -156,7 +156,7 @@ def text(
         f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room / GIB:.1f} GiB to use) on {options.nodes} "
         f"node{'s' * (options.nodes > 1)}",
         "GiB per GPU; states by arithmetic, activations from the model on fake tensors",
-        f"{'ZeRO':18}{'recompute':12}{'mb':>4}{'acc':>5}"
+        f"{'ZeRO':22}{'recompute':12}{'mb':>4}{'acc':>5}"
         + "".join(f"{SHORT.get(n, n):>10}" for n in names)
         + f"{'peak':>9}{'sent':>9}",
     ]

@@ -1,0 +1,78 @@
+"""The planner's command line: refusals, the table, JSON, and a recommendation that fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools.plan_memory import main
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    model = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_kv_channels": 2,
+        "num_groups": 2,
+        "vocab_size": 100,
+    }
+    raw = {
+        "run": {"dir": "unused"},
+        "model": model,
+        "data": {"train": str(tmp_path / "absent")},
+        "batch": {"global_batch": 4, "micro_batch": 1},
+        "optim": {"lr": 1e-3},
+        "steps": 10,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+ARGUMENTS = ["--gpus", "2", "--length", "32"]
+
+
+def test_json_has_every_plan_and_a_recommendation_that_fits(config: str, capsys) -> None:
+    assert main([config, *ARGUMENTS, "--gpu-memory", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    best = report["plans"][report["recommended"]]
+    assert best["fits"]
+    assert best["peak"] == pytest.approx(sum(best["parts"].values()))
+    # With room for everything: nothing recomputed, nothing offloaded, nothing cut that need not be.
+    assert (best["recompute"], best["offload"]) == ("none", False)
+    assert {p["stage"] for p in report["plans"]} == {0, 1, 2, 3}
+    assert {p["recompute"] for p in report["plans"]} == {"none", "layer", "group", "group+layer"}
+
+
+def test_the_table_names_the_command_to_use(config: str, capsys) -> None:
+    assert main([config, *ARGUMENTS, "--gpu-memory", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "recommended: torchrun --nnodes 1 --nproc-per-node 2 -m wm_ds.train" in out
+    assert "batch.micro_batch=" in out
+
+
+def test_nothing_fits(config: str, capsys) -> None:
+    assert main([config, *ARGUMENTS, "--gpu-memory", "0.000001"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--gpus", "3", "--gpu-memory", "80", "--nodes", "2"], "--gpus 3 do not divide over --nodes 2"),
+        (["--gpus", "3", "--gpu-memory", "80"], "global_batch 4 does not divide over 3 ranks"),
+        (["--gpus", "2", "--gpu-memory", "-1"], "--gpu-memory -1.0: must be positive"),
+    ],
+)
+def test_bad_arguments_are_one_line(config: str, extra: list[str], message: str, capsys) -> None:
+    assert main([config, *extra]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
