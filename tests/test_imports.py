@@ -61,7 +61,7 @@ def test_no_cycles():
 def test_model_stands_alone():
     """An export ships wm_ds/model/*.py: torch, transformers and sibling files are all that is there."""
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
-    files = [path for name, path in MODULES.items() if name.startswith("wm_ds.model")]
+    files = [path for name, path in MODULES.items() if f"{name}.".startswith("wm_ds.model.")]
     assert len(files) > 5
     for path in files:
         assert path.parent == PACKAGE / "model", f"{path} is not flat"

@@ -70,12 +70,21 @@ class Model(_Section):
     """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
     warmup_layers: int | None = Field(None, ge=0)
     """lckv only: layers with KV of their own, half at the bottom and half at the top."""
+    schedule: Literal["cyclic", "chunked", "wavefront", "exact"] | None = None
+    """Sweep of a training step: strided groups over the whole row (default), inside one chunk after another,
+    in staggered chunks, or one token after another (exact; for small models)."""
+    chunk_size: int | None = Field(None, gt=0)
+    """Tokens of a chunk, for chunked and wavefront."""
+    relaxation: float | None = Field(None, gt=0)
+    """From the second pass on, new pool entry = old + relaxation * (computed - old). Default 1."""
     num_groups: int | None = Field(None, gt=0)
     """g: token groups of a pass. Default 8."""
     no_grad_passes: int | None = Field(None, ge=0)
     """Passes of a training step without gradient. Default 1."""
     grad_passes: int | None = Field(None, gt=0)
     """Passes with gradient, after those without. Default 2."""
+    attention: Literal["auto", "sdpa", "flex"] | None = None
+    """Attention kernel; default auto: flex for long steps on CUDA, otherwise sdpa."""
     prefill_passes: int | None = Field(None, gt=0)
     """Passes over a prompt in generation and evaluation; default: as in training."""
     prefill_groups: int | None = Field(None, gt=0)
@@ -181,6 +190,9 @@ class Checkpoint(_Section):
     """Newest checkpoints kept."""
     keep_every: int | None = Field(None, gt=0)
     """Steps whose checkpoints are kept for good."""
+    resume: str | None = None
+    """Where a run without checkpoints of its own starts from: a checkpoint, or the run whose latest is meant.
+    A run that has one goes on from its own, so that a requeued job does not go back."""
 
 
 class Evaluate(_Section):

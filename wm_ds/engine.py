@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -275,9 +275,10 @@ class Engine:
 
     def passes_schedule(self, factor: int) -> Any:
         """The training schedule with `factor` times its passes, for evaluation."""
-        from .model import Schedule
-
-        return Schedule.cyclic(self.lm.config.num_groups, factor * self.passes)
+        trained = self.lm.config.training_schedule()
+        if trained.kind == "exact":
+            return trained
+        return replace(trained, passes=factor * self.passes)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, for the checkpoint's client state. Weights and optimizer state are not in it."""

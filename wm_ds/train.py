@@ -110,10 +110,13 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
         config.run.dir,
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every or 0,
+        timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
         say=metrics.say,
     )
     found = checkpoints.choose()
+    if found is None and config.checkpoint.resume is not None:
+        found = checkpoints.choose(config.checkpoint.resume)
     if found is not None:
         engine.load_state_dict(checkpoints.load(found)["engine"])
     if world.is_main:
