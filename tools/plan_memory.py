@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     room = options.gpu_memory * 1e9 * (1 - RESERVE)
-    best = recommend(found, room)
+    best = recommend(found, room, length, options.nodes)
     if options.json:
         report = {
             "config": options.config,
@@ -107,17 +107,26 @@ def sizes(config: Config, length: int | None, vocabulary: int | None) -> tuple[i
     )
 
 
-def recommend(found: list[Plan], room: float) -> Plan | None:
-    """What fits with the least recomputation, then the fewest bytes sent, then the largest micro-batch up to
-    what leaves the GPU busy. Offload and gathering at every traversal only where nothing else fits."""
-    fitting = [p for p in found if p.peak <= room]
+# To weigh recomputation against communication: an H100 at 40% of its bf16 peak, and what one GPU gets of the
+# network between nodes (400 Gbit/s) or of NVLink inside one.
+FLOPS, BETWEEN_NODES, INSIDE_NODE = 4e14, 50e9, 300e9
+
+
+def recommend(found: list[Plan], room: float, length: int, nodes: int) -> Plan | None:
+    """What fits and should be fastest: computing and sending, one after the other. Offload, and gathering at
+    every traversal of a multi-pass model, only where nothing else fits."""
+
+    def seconds(plan: Plan) -> float:
+        tokens = plan.micro_batch * plan.accumulation * length
+        sent = sum(plan.traffic.values()) / (BETWEEN_NODES if nodes > 1 else INSIDE_NODE)
+        return (plan.hardware_flops or 0.0) * tokens / FLOPS + sent
+
     return min(
-        fitting,
+        (p for p in found if p.peak <= room),
         key=lambda p: (
             p.offload,
             p.gather == "traversal" and any(q.gather == "step" for q in found),
-            p.hardware_flops or 0.0,
-            sum(p.traffic.values()),
+            seconds(p),
             -p.micro_batch,
         ),
         default=None,
