@@ -137,6 +137,28 @@ def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, dat
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+def test_starting_from_an_explicit_checkpoint(straight, data, tmp_path):
+    path = run_file(tmp_path, data)
+    missing = launch(path, f"checkpoint.resume={tmp_path / 'nowhere'}")
+    assert missing.returncode == 1
+    assert "nowhere" in missing.stderr
+    assert not rows(tmp_path / "run", "loss")
+    done = launch(path, f"checkpoint.resume={straight[0] / 'checkpoints' / 'step_00000004'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = rows(tmp_path / "run", "loss")
+    assert [row["step"] for row in ours] == [5, 6]
+    assert [row["loss"] for row in ours] == [row["loss"] for row in rows(straight[0], "loss")[4:]]
+
+
+def test_other_schedules_train_from_yaml(data, tmp_path):
+    path = run_file(tmp_path, data)
+    wave = ("model.schedule=wavefront", "model.chunk_size=8", "model.relaxation=0.8", "steps=2")
+    done = launch(path, *wave)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluated = rows(tmp_path / "run", "holdout_loss")
+    assert "holdout_loss_double_passes" in evaluated[-1]
+
+
 def refusal(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:
     assert train.main([str(path), *overrides]) == 2
     captured = capsys.readouterr()
