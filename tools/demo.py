@@ -193,7 +193,7 @@ def export(demo: Demo) -> None:
 def evaluate(demo: Demo) -> None:
     numbers = RUN / "perplexity.json"
     if demo.step("held-out perplexity", [numbers]):
-        command = ["python", "-m", "wm_ds.evaluate", "perplexity", RUN, "--sequences", 64, "--exact", 4]
+        command = ["python", "-m", "wm_ds.evaluate", "perplexity", RUN, "--sequences", 32, "--exact", 4]
         demo.run(*command, "--json", numbers)
         demo.done("held-out perplexity")
     picture = RUN / "curves.png"

@@ -129,7 +129,7 @@ def evaluate_perplexity(options: argparse.Namespace, world: World) -> dict[str, 
         "split": options.split,
         "sequences": count,
         "dtype": options.dtype,
-        "unigram_entropy": unigram_entropy(rows, count),
+        "unigram_entropy": unigram_entropy(rows),
         "rows": [],
     }
     say = _progress(world)
@@ -213,13 +213,13 @@ def mean_loss(
     return total / count, int(count)
 
 
-def unigram_entropy(rows: PackedSequences, count: int) -> float:
-    """Entropy of the distribution of the first `count` rows' targets, in nats: what knows only frequencies.
+def unigram_entropy(rows: PackedSequences) -> float:
+    """Entropy of the distribution of the split's targets, in nats: what knows only frequencies.
 
     No predictor that ignores the context can be better on these rows, so a loss below it has learned context.
     """
     counts = torch.zeros(rows.vocab_size, dtype=torch.float64)
-    for i in range(count):
+    for i in range(len(rows)):
         labels_T = rows[i].labels
         counts += torch.bincount(labels_T[labels_T != IGNORE], minlength=rows.vocab_size)
     p = counts[counts > 0] / counts.sum()
@@ -288,7 +288,7 @@ def table(report: dict[str, Any]) -> str:
             f"{row['schedule']:<44}{row['sequences']:>10,}{row['tokens']:>12,}{row['loss']:>10.4f}"
             f"{row['perplexity']:>13.3f}{row['seconds']:>9.1f}"
         )
-    lines.append(f"unigram entropy of the same tokens: {report['unigram_entropy']:.4f} nats")
+    lines.append(f"unigram entropy of the whole split: {report['unigram_entropy']:.4f} nats")
     return "\n".join(lines)
 
 
