@@ -1,6 +1,9 @@
 """Compile what DeepSpeed needs on a machine without a GPU before any run waits for it (`make install`)."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wm_ds import distributed
 
