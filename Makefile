@@ -14,6 +14,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
+STARTED := $(shell date +%s)
 VENV := .venv
 PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
@@ -27,7 +28,7 @@ export DEMO_STARTED := $(shell date +%s)
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
-	@$(VENV)/bin/python tools/demo.py
+	@DEMO_STARTED=$(STARTED) $(VENV)/bin/python tools/demo.py
 
 test: $(BUILT)
 	@$(VENV)/bin/python -m pytest $(ARGS)
