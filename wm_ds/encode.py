@@ -196,7 +196,10 @@ def copy_tokenizer(spec: TokenizerSpec, folder: Path) -> None:
         part.mkdir(parents=True)
         (part / "tokenizer.model").write_bytes(spec.payload)
     else:
-        _load_transformers(spec.name).save_pretrained(part)
+        tokenizer = _load_transformers(spec.name)
+        # How it was loaded is no part of it: kept, the folder would depend on whether the hub was reachable.
+        tokenizer.init_kwargs.pop("local_files_only", None)
+        tokenizer.save_pretrained(part)
     try:
         part.rename(folder)
     except OSError:  # another task of the array was first

@@ -143,7 +143,9 @@ def test_saved_copied_loaded_and_saved_again_where_there_is_no_wm_ds(lm, folder,
             check=True,
         )
         got, got_ids = torch.load(tmp_path / "result.pt")
-        assert torch.equal(got, want)
+        # The weights are the same bits; products in another process may round otherwise (threads, alignment).
+        assert (there / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
         assert torch.equal(got_ids, ids)
         shutil.rmtree(here)
         here = there
