@@ -1,4 +1,4 @@
-"""One rank of tests/dist/test_plan.py: bytes of a real training step, storage by storage."""
+"""One rank of tests/dist/test_plan_measured.py: bytes of a real training step, storage by storage."""
 
 from __future__ import annotations
 
