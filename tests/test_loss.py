@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from wm_ds.loss import IGNORE, cross_entropy_sum, document_mask, document_positions
+from wm_ds.loss import IGNORE, cross_entropy_sum, document_mask
+from wm_ds.model.layout import document_positions
 
 
 def inputs(dtype: torch.dtype, rows: int = 101, width: int = 24, vocabulary: int = 57) -> tuple:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .model.layout import document_positions
+
 IGNORE = -100  # the label of a position without a target, as in transformers and torch
 CHUNK_LOGITS = 1 << 26  # logits in hand at a time: 256 MiB in fp32, 441 rows at Qwen3's vocabulary of 151,936
 
@@ -137,16 +139,6 @@ class TokenLoss(nn.Module):
             use_cache=False,
             **model_arguments,
         ).last_hidden_state
-
-
-def document_positions(document_ids_BT: Tensor) -> Tensor:
-    """Position of every token inside its document, int64 [B, T]."""
-    column_BT = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device).expand_as(
-        document_ids_BT
-    )
-    starts_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    return column_BT - torch.where(starts_BT, column_BT, 0).cummax(dim=1).values
 
 
 def document_mask(document_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,8 +29,9 @@ from transformers.initialization import no_init_weights
 from .build import model_class
 from .config import Config
 from .flops import training
-from .loss import CHUNK_LOGITS, document_mask, document_positions
+from .loss import CHUNK_LOGITS, document_mask
 from .memory import StorageTracker
+from .model.layout import document_positions
 from .optim import EXCHANGE_ELEMENTS, Row
 from .zero3 import default_gather, limits
 

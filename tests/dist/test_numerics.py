@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from tests.dist import numerics
 from tests.dist.numerics import Case, assemble, offload
-from wm_ds.loss import document_mask, document_positions
+from wm_ds.loss import document_mask
+from wm_ds.model.layout import document_positions
 
 GRADIENT, WEIGHT = 1e-6, 1e-5
 

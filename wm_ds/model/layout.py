@@ -105,7 +105,7 @@ def lay_out(
             if document_ids is None:
                 position_ids = torch.arange(past, past + length, device=device)[None]
             else:
-                position_ids = _within_documents(document_ids)
+                position_ids = document_positions(document_ids)
         if document_ids is not None:
             document_ids = document_ids.expand(rows, -1)
         return Layout(length, Visibility(past, None, document_ids), position_ids)
@@ -126,7 +126,7 @@ def lay_out(
     # Documents travel as id + 1, so that the zeros of empty columns become -1.
     document_BW = layout.to_workspace(document_ids.expand(rows, -1) + 1) - 1
     if position_ids is None:
-        position_BW = _within_documents(document_BW)
+        position_BW = document_positions(document_BW)
     else:
         position_BW = layout.to_workspace(position_ids.expand(rows, -1))
     visibility = Visibility(past, past_BP if past else None, document_BW)
@@ -146,8 +146,8 @@ def _documents_of(position_BT: Tensor, real_BT: Tensor | None) -> Tensor | None:
     return starts_BT.cumsum(1) if bool(starts_BT.any()) else None
 
 
-def _within_documents(document_BW: Tensor) -> Tensor:
-    """Positions that start at 0 with every run of equal document ids."""
+def document_positions(document_BW: Tensor) -> Tensor:
+    """Position of every token inside its document: starts at 0 with every run of equal ids, int64 [B, W]."""
     index = torch.arange(document_BW.shape[1], device=document_BW.device).expand_as(document_BW)
     starts = torch.ones_like(document_BW, dtype=torch.bool)
     starts[:, 1:] = document_BW[:, 1:] != document_BW[:, :-1]
