@@ -15,7 +15,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -23,6 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 class ConfigError(ValueError):
     """The run's description is wrong; the message names the field, the value and the remedy."""
+
+
+Positive = Annotated[float, Field(gt=0)]
 
 
 class _Section(BaseModel):
@@ -75,8 +78,9 @@ class Model(_Section):
     in staggered chunks, or one token after another (exact; for small models)."""
     chunk_size: int | None = Field(None, gt=0)
     """Tokens of a chunk, for chunked and wavefront."""
-    relaxation: float | None = Field(None, gt=0)
-    """From the second pass on, new pool entry = old + relaxation * (computed - old). Default 1."""
+    relaxation: Positive | list[Positive] | None = None
+    """From the second pass on, new pool entry = old + relaxation * (computed - old). Default 1. A list has
+    one factor for each pass from the second on; the last serves all further passes."""
     num_groups: int | None = Field(None, gt=0)
     """g: token groups of a pass. Default 8."""
     no_grad_passes: int | None = Field(None, ge=0)

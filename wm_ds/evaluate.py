@@ -166,7 +166,7 @@ def schedules(
     found: list[tuple[str, Schedule | Converged | None, int]] = []
     for passes in range(1, most + 1):
         schedule = Schedule.cyclic(training.groups, passes)
-        trained_so = training.kind == "cyclic" and training.relaxation == 1.0 and passes == training.passes
+        trained_so = training.kind == "cyclic" and training.factor(1) == 1.0 and passes == training.passes
         found.append((name_of(schedule) + (", as trained" if trained_so else ""), schedule, count))
     if not any("as trained" in name for name, *_ in found):
         found.append((name_of(training) + ", as trained", training, count))
@@ -188,7 +188,8 @@ def name_of(schedule: Schedule | Converged) -> str:
     kind = "Jacobi" if schedule.kind == "cyclic" and schedule.groups == 1 else schedule.kind
     where = f" of {schedule.chunk}" if schedule.chunk else ""
     groups = f", g={schedule.groups}" if schedule.groups > 1 else ""
-    relaxation = f", relaxation {schedule.relaxation:g}" if schedule.relaxation != 1.0 else ""
+    factors = [f"{schedule.factor(turn):g}" for turn in range(1, schedule.passes)]
+    relaxation = f", relaxation {', '.join(dict.fromkeys(factors))}" if set(factors) - {"1"} else ""
     return f"{kind}{where}{groups}, {schedule.passes} pass{'es' if schedule.passes > 1 else ''}{relaxation}"
 
 

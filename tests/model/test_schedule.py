@@ -52,12 +52,18 @@ SCHEDULES = {
     "relaxed cyclic, single positions": Schedule.cyclic(20, 3, no_grad=1, relaxation=0.8),
     "relaxed chunked, single positions": Schedule.chunked(4, 4, 3, no_grad=1, relaxation=0.8),
     "relaxed wavefront, single positions": Schedule.wavefront(4, 4, 3, no_grad=1, relaxation=0.8),
+    "a factor for each pass": Schedule.cyclic(3, 4, no_grad=1, relaxation=(0.8, 1.0, 1.2)),
+    "fewer factors than passes": Schedule.cyclic(3, 4, no_grad=2, relaxation=(1.0, 0.7)),
+    "a factor for each pass, wavefront": Schedule.wavefront(4, 4, 3, no_grad=1, relaxation=(1.0, 0.8)),
     "relaxed wavefront": Schedule.wavefront(5, 2, 3, no_grad=1, relaxation=0.8),
 }
 
 
 def relaxations(schedule: Schedule) -> dict[int, float]:
-    return dict.fromkeys(range(1, schedule.passes), schedule.relaxation)
+    given = schedule.relaxation
+    if not isinstance(given, tuple):
+        return dict.fromkeys(range(1, schedule.passes), given)
+    return {turn: given[turn - 1] if turn <= len(given) else given[-1] for turn in range(1, schedule.passes)}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -219,6 +225,10 @@ def test_the_configuration_names_its_schedules() -> None:
     assert config.training_schedule() == Schedule.wavefront(64, 8, 3, no_grad=1, relaxation=0.8)
     assert config.prefill_schedule() == Schedule.exact()
     assert config.prefill_schedule("chunked") == Schedule.chunked(64, 8, 3, relaxation=0.8)
+    config = WhiteMatterConfig(num_groups=4, relaxation=[0.9, 0.8])
+    assert config.training_schedule() == Schedule.cyclic(4, 3, no_grad=1, relaxation=(0.9, 0.8))
+    assert [config.training_schedule().factor(turn) for turn in range(-1, 4)] == [1, 1, 0.9, 0.8, 0.8]
+    assert WhiteMatterConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     assert WhiteMatterConfig(schedule="exact").training_schedule() == Schedule.exact()
 
 
@@ -229,6 +239,8 @@ def test_the_configuration_names_its_schedules() -> None:
         ({"schedule": "chunked"}, "chunk"),
         ({"prefill": "wavefront", "chunk_size": 4, "num_groups": 8}, "chunk of 4"),
         ({"prefill": "converged", "prefill_tolerance": -1.0}, "-1.0"),
+        ({"relaxation": [0.8, 0.0]}, r"relaxation is \[0.8, 0.0\]"),
+        ({"relaxation": []}, r"relaxation is \[\]"),
         ({"prefill_passes": 0}, "prefill_passes is 0"),
         ({"tokenizer_size": 200_000}, "tokenizer_size is 200000"),
     ],

@@ -1,5 +1,6 @@
 """The configuration of a WhiteMatter model: Qwen3's field names plus those of the cross-layer KV pool."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -35,7 +36,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         no_grad_passes: detached passes at the start of a training step.
         grad_passes: passes that carry gradient after them; the loss is on the last one.
         chunk_size: tokens of a chunk; for "chunked" and "wavefront".
-        relaxation: from the second pass on, new entry = old + relaxation * (computed - old).
+        relaxation: from the second pass on, new entry = old + relaxation * (computed - old); a list has one
+            factor for each pass from the second on, the last of which serves all further passes.
         prefill: the sweep of a forward in evaluation mode: "trained" (that of `schedule`), one of the kinds
             above, or "converged": cyclic passes until no entry of a row's pool moves by more than
             prefill_tolerance, relative to its size; every row stops by itself.
@@ -78,7 +80,7 @@ class WhiteMatterConfig(PreTrainedConfig):
         no_grad_passes: int = 1,
         grad_passes: int = 2,
         chunk_size: int | None = None,
-        relaxation: float = 1.0,
+        relaxation: float | Sequence[float] = 1.0,
         prefill: str = "trained",
         prefill_passes: int | None = None,
         prefill_groups: int | None = None,
@@ -112,7 +114,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.no_grad_passes = no_grad_passes
         self.grad_passes = grad_passes
         self.chunk_size = chunk_size
-        self.relaxation = relaxation
+        # A list in memory as in JSON, so that a saved configuration reads back equal.
+        self.relaxation = list(relaxation) if isinstance(relaxation, Sequence) else relaxation
         self.prefill = prefill
         self.prefill_passes = no_grad_passes + grad_passes if prefill_passes is None else prefill_passes
         self.prefill_groups = num_groups if prefill_groups is None else prefill_groups

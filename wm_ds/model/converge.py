@@ -49,7 +49,7 @@ def run_until_converged(
     at = torch.arange(rows, device=x_BWD.device)  # the rows that still move
     sweep = [range(group, width, schedule.groups) for group in range(min(schedule.groups, width))]
     for turn in range(-(-width // schedule.groups)):
-        relaxation = schedule.relaxation if turn else 1.0
+        relaxation = schedule.factor(turn)
         slots = [slots_of(positions, visibility, buffers[0].dtype, x_BWD.device) for positions in sweep]
         change_B = x_BWD.new_zeros(len(at), dtype=torch.float32)
         for positions, seen in zip(sweep, slots):

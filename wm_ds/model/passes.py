@@ -108,7 +108,7 @@ def run_passes(
             results.append(run.part(tape, part, mode, token))
         # All parts of a step have read before the first one writes.
         for part, (keys, values, h_BnD) in zip(parts, results):
-            relaxation = schedule.relaxation if part.turn >= 1 else 1.0
+            relaxation = schedule.factor(part.turn)
             if residuals is not None and part.turn >= 0 and keys is not None:
                 residuals[part.turn] += _change(tape, part, keys, values)
             if token is not None:
@@ -274,7 +274,7 @@ def _plan(
             needed = any(reach[i] > i for i in part.positions)
             planned.append(_Work(part.positions, part.turn, needed, part.turn == schedule.passes - 1))
         for part in parts:
-            if part.turn == 0 or schedule.relaxation == 1.0:
+            if schedule.factor(part.turn) == 1.0:
                 reach[columns(part.positions)] = [-1] * len(part.positions)
         furthest = max(part.positions[-1] for part in parts)
         reach = [max(old, furthest) for old in reach]

@@ -9,6 +9,7 @@ buffer and recomputation know only this; a new schedule is a new function from a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -21,6 +22,26 @@ class Part:
 
 
 Step = tuple[Part, ...]
+Relaxation = float | Sequence[float]
+
+
+def checked_relaxation(relaxation: Relaxation) -> Relaxation:
+    """One factor, or a tuple of one for each pass from the second on. Raises ValueError."""
+    factors = (relaxation,) if isinstance(relaxation, float | int) else tuple(relaxation)
+    if not factors or not all(factor > 0 for factor in factors):
+        raise ValueError(
+            f"relaxation is {relaxation}; it takes a positive factor, or one for each pass after the first"
+        )
+    return relaxation if isinstance(relaxation, float | int) else factors
+
+
+def relaxation_factor(relaxation: Relaxation, turn: int) -> float:
+    """The factor of pass `turn`, counted from 0."""
+    if turn < 1:
+        return 1.0
+    if isinstance(relaxation, float | int):
+        return relaxation
+    return relaxation[min(turn, len(relaxation)) - 1]
 
 
 @dataclass(frozen=True)
@@ -34,7 +55,8 @@ class Schedule:
         passes: updates of every position.
         no_grad: the first passes that carry no gradient when the forward carries any.
         chunk: tokens of a chunk ("chunked" and "wavefront").
-        relaxation: from the second pass on, new entry = old + relaxation * (computed - old).
+        relaxation: from the second pass on, new entry = old + relaxation * (computed - old); one factor, or
+            one for each pass from the second on, of which the last serves all further passes.
     """
 
     kind: str
@@ -42,7 +64,7 @@ class Schedule:
     passes: int
     no_grad: int = 0
     chunk: int = 0
-    relaxation: float = 1.0
+    relaxation: Relaxation = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cyclic", "exact", "chunked", "wavefront"):
@@ -57,14 +79,15 @@ class Schedule:
             )
         if self.kind in ("chunked", "wavefront") and self.chunk < self.groups:
             raise ValueError(f"a chunk of {self.chunk} tokens cannot hold {self.groups} groups")
+        object.__setattr__(self, "relaxation", checked_relaxation(self.relaxation))
 
     @classmethod
-    def cyclic(cls, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0) -> Schedule:
+    def cyclic(cls, groups: int, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0) -> Schedule:
         """Cyclic Gauss-Seidel: pass by pass, the positions i with i mod groups = 0, 1, … in turn."""
         return cls("cyclic", groups, passes, no_grad, 0, relaxation)
 
     @classmethod
-    def jacobi(cls, passes: int, no_grad: int = 0, relaxation: float = 1.0) -> Schedule:
+    def jacobi(cls, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0) -> Schedule:
         """Every position at once, `passes` times."""
         return cls("cyclic", 1, passes, no_grad, 0, relaxation)
 
@@ -87,6 +110,10 @@ class Schedule:
         """Staggered chunks: while chunk c runs its pass t, chunk c+1 runs its pass t-1, in the same steps."""
         return cls("wavefront", groups, passes, no_grad, chunk, relaxation)
 
+    def factor(self, turn: int) -> float:
+        """The relaxation factor of a pass; the first, and the start before it, are not relaxed."""
+        return relaxation_factor(self.relaxation, turn)
+
     @property
     def period(self) -> int:
         """Columns by which a row may be shifted without changing any number (the group phase)."""
@@ -96,7 +123,7 @@ class Schedule:
 
     def capped(self, length: int) -> Schedule:
         """The same values with fewer passes where that is exact: ceil(length/groups) passes are enough."""
-        if self.kind != "cyclic" or self.relaxation != 1.0:
+        if self.kind != "cyclic" or any(self.factor(turn) != 1.0 for turn in range(self.passes)):
             return self
         passes = min(self.passes, max(1, -(-length // self.groups)))
         return replace(self, passes=passes, no_grad=min(self.no_grad, passes - 1))
@@ -137,15 +164,20 @@ class Converged:
 
     groups: int
     tolerance: float = 1e-3
-    relaxation: float = 1.0
+    relaxation: Relaxation = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "relaxation", checked_relaxation(self.relaxation))
         if self.groups < 1:
             raise ValueError(f"a schedule needs at least one group, not {self.groups}")
         if not self.tolerance >= 0:
             raise ValueError(
                 f"the tolerance of a converged prefill is {self.tolerance}; it cannot be negative"
             )
+
+    def factor(self, turn: int) -> float:
+        """See Schedule.factor."""
+        return relaxation_factor(self.relaxation, turn)
 
     @property
     def period(self) -> int:
