@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from tests.model.tiny import build, tokens
+from wm_ds.memory import StorageTracker
 from wm_ds.model import WhiteMatterCache
 from wm_ds.model.cache import CACHE_FIELD
 
@@ -114,3 +115,54 @@ def test_no_cache_is_kept_unless_wanted() -> None:
         assert getattr(lm(tokens(1, 4), use_cache=False), CACHE_FIELD) is None
         assert getattr(lm(tokens(1, 4)), CACHE_FIELD).get_seq_length() == 4
     assert getattr(lm.train()(tokens(1, 4)), CACHE_FIELD) is None
+
+
+def test_a_decoded_token_copies_the_cache_once() -> None:
+    """As DynamicCache itself does, channel by channel: nothing else of the context's size is ever made."""
+    lm = build(k=4, layers=4, dtype=torch.float32, max_position_embeddings=4096).eval()
+    cache, _ = fill(lm, tokens(1, 8))
+    for layer in cache.layers:  # what it holds does not matter here
+        layer.keys, layer.values = (x.repeat(1, 1, 250, 1) for x in (layer.keys, layer.values))
+    total = size(cache)
+    tracker = StorageTracker(lm.parameters())
+    for layer in cache.layers:
+        tracker.note(layer.keys)
+        tracker.note(layer.values)
+    with torch.no_grad(), tracker:
+        tracker.reset_peak()
+        lm(tokens(1, 1), use_cache=True, **{CACHE_FIELD: cache})
+    # A channel's old keys or values are given up when their copy is made: one of them is there twice.
+    assert tracker.peak < total * (1 + 1 / 4)
+    assert size(cache) == total // 2000 * 2001
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decoded_token_is_the_passes(padded: bool) -> None:
+    """The short way behind a cache and the general one give the same numbers and the same cache."""
+    lm = build().eval()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]) if padded else torch.ones(2, 6, dtype=torch.long)
+    results = []
+    for short in (True, False):
+        cache, _ = fill(lm, tokens(2, 6), attention_mask=mask)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(lm.model), "_decodes", lambda *_, short=short: short)
+            for i in range(3):
+                more = torch.cat((mask, torch.ones(2, i + 1, dtype=torch.long)), dim=1)
+                cache, logits = fill(lm, tokens(2, 1, seed=i), cache, attention_mask=more)
+        results.append((logits, cache))
+    (got, ours), (want, theirs) = results
+    assert (got - want).abs().max() < 1e-12
+    for one, other in zip(ours.layers, theirs.layers):
+        assert (one.keys - other.keys).abs().max() < 1e-12
+        assert (one.values - other.values).abs().max() < 1e-12
+
+
+def test_a_decoded_token_that_fails_leaves_the_cache_as_it_was() -> None:
+    lm = build().eval()
+    cache, _ = fill(lm, tokens(1, 5))
+    before = [layer.keys.clone() for layer in cache.layers]
+    lm.model.layers[2].forward = lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        fill(lm, tokens(1, 1), cache)
+    assert cache.get_seq_length() == 5
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before))

@@ -23,14 +23,14 @@ class WhiteMatterCache(DynamicCache):
         super().__init__()
 
 
-def cached_pool(cache: Cache | None, channels: int) -> tuple[Tensor, Tensor] | None:
-    """Keys and values of the cached tokens, each [k, B, G, P, d]; None when there are none.
+def cached_tokens(cache: Cache | None, channels: int) -> int:
+    """P, how many tokens the cache holds.
 
     Raises:
         TypeError: a cache of another kind. ValueError: one that another model has filled.
     """
     if cache is None:
-        return None
+        return 0
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = (
             f"an offloaded {type(cache).__name__}"
@@ -41,14 +41,19 @@ def cached_pool(cache: Cache | None, channels: int) -> tuple[Tensor, Tensor] | N
             f"{kind} cannot hold this model's KV: it caches channels, not layers. Leave "
             "cache_implementation unset, or pass a WhiteMatterCache or a DynamicCache"
         )
-    if cache.get_seq_length() == 0:
-        return None
-    filled = [layer for layer in cache.layers if layer.get_seq_length() > 0]
-    if len(filled) != channels:
+    length = cache.get_seq_length()
+    filled = [layer.get_seq_length() for layer in cache.layers if layer.get_seq_length() > 0]
+    if length and filled != [length] * channels:
         raise ValueError(
             f"the cache holds {len(filled)} channels, this model has {channels}: it was filled by another "
             "model"
         )
+    return length
+
+
+def cached_pool(cache: DynamicCache, channels: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the cached tokens, each [k, B, G, P, d]: a copy."""
+    filled = cache.layers[:channels]
     return torch.stack([layer.keys for layer in filled]), torch.stack([layer.values for layer in filled])
 
 
@@ -58,4 +63,4 @@ def append(cache: DynamicCache, keys: Tensor, values: Tensor) -> None:
         cache.update(keys[channel], values[channel], channel)
 
 
-__all__ = ["CACHE_FIELD", "WhiteMatterCache", "append", "cached_pool"]
+__all__ = ["CACHE_FIELD", "WhiteMatterCache", "append", "cached_pool", "cached_tokens"]

@@ -265,6 +265,7 @@ from .attention import *
 from .blocks import *
 from .cache import *
 from .converge import *
+from .decode import *
 from .feedforward import *
 from .flex import *
 from .generation import *

@@ -18,14 +18,15 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attention import Visibility
+from .attention import Visibility, compute_dtype
 from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
-from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool
+from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool, cached_tokens
 from .configuration import WhiteMatterConfig
 from .converge import run_until_converged
+from .decode import decode
 from .feedforward import run_feedforward
 from .generation import PoolGenerationMixin
-from .layout import lay_out
+from .layout import Layout, lay_out
 from .passes import PassResult, run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
 from .schedule import Converged, Schedule
@@ -133,12 +134,12 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = WhiteMatterCache()
-        past = None if cache is None else cached_pool(cache, self.config.num_kv_channels)
+        cached = cached_tokens(cache, self.config.num_kv_channels)
         # A cache carries no gradient, so a forward that continues one runs without any.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and past is None):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
             hidden_BTD = self._run(
-                input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, past,
-                cache if use_cache else None,
+                input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, cached, cache,
+                bool(use_cache),
             )  # fmt: skip
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTD, **{CACHE_FIELD: cache if use_cache else None}
@@ -155,8 +156,9 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         position_ids: Tensor | None,
         document_ids: Tensor | None,
         schedule: Schedule | Converged | None,
-        past: tuple[Tensor, Tensor] | None,
+        cached: int,
         cache: Cache | None,
+        keep_cache: bool,
     ) -> Tensor:
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if torch.is_grad_enabled() and not x_BTD.requires_grad:
@@ -166,7 +168,6 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if schedule is None:
             config = self.config
             schedule = config.training_schedule() if self.training else config.prefill_schedule()
-        cached = 0 if past is None else past[0].shape[3]
         layout = lay_out(
             rows, length, cached, schedule.period, x_BTD.device, attention_mask, position_ids, document_ids
         )
@@ -176,12 +177,23 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             schedule = schedule.capped(layout.width)
         x_BWD = layout.to_workspace(x_BTD)
         rotary = rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        if keep_cache and cached and self._decodes(layout, cache, compute_dtype(x_BWD)):
+            self.residuals = None
+            parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
+            return self.norm(decode(*parts, x_BWD, rotary, layout.visibility.past_BP, cache))
         visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
-        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, keep_cache=cache is not None)
+        past = cached_pool(cache, self.config.num_kv_channels) if cached else None
+        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, keep_cache)
         self.residuals = result.residuals
-        if cache is not None:
+        if keep_cache:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
         return layout.to_batch(self.norm(result.hidden_BWD))
+
+    def _decodes(self, layout: Layout, cache: Cache, dtype: torch.dtype) -> bool:
+        """Whether the new columns are one real token a row, which `decode` evaluates behind the cache."""
+        if self.dummy_key is None or layout.width != 1 or cache.layers[0].keys.dtype != dtype:
+            return False
+        return layout.real_BT is None or (layout.real_BT.shape[1] == 1 and bool(layout.real_BT.all()))
 
     def _evaluate(
         self,
