@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from wm_ds import checks, distributed
 from wm_ds import config as configuration
-from wm_ds import distributed
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, int]] = {
@@ -69,7 +69,7 @@ def engine_of(size: str, stage: int, run_dir: str, world: distributed.World) -> 
     config = configuration.parse(raw)
     hf = model_config(config.model, vocab_size=shape["vocab_size"], seq_len=SEQ_LEN, eos_id=None)
     lm = build_model(hf, seed=0)
-    return build(config, configuration.load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
+    return build(config, checks.load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
 
 
 def one_step(engine: Any, step: int, world: distributed.World) -> float:

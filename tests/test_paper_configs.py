@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from wm_ds.build import build_model, model_config
-from wm_ds.config import Config, load, to_steps
+from wm_ds.config import Config, load
+from wm_ds.fields import to_steps
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

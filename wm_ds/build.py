@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from . import config as configuration
+from . import checks
 from .config import Config, ConfigError, Model
 from .data import GlobalBatches, PackedSequences
 from .model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
@@ -25,7 +25,7 @@ def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
         global_batch=config.batch.global_batch,
         seed=config.run.seed,
     )
-    configuration.check_against_data(
+    checks.check_against_data(
         config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
     )
     holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import config as configuration
 from . import (
+    checks,
     distributed,  # first: it prepares the environment that DeepSpeed reads at import
     rundir,
 )
+from . import config as configuration
 from .agreement import Agreement
 from .attempt import Attempt, SupersededError, join
 from .build import build_model, model_config, open_data
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         config = configuration.load(options.config, options.overrides)
-        json = configuration.load_deepspeed(config.deepspeed)
+        json = checks.load_deepspeed(config.deepspeed)
         check_sinks(config)
         if options.dry_run:
             from .dry_run import dry_run

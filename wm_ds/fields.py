@@ -1,0 +1,309 @@
+"""Every field of a run, with its meaning and its own limits; config.py reads them from YAML.
+
+Durations (`optim.warmup`, `optim.decay`, and so on) are a number of steps (`200`), a share of the run (`2%`)
+or tokens (`50M tokens`); they become an integer number of steps, rounded half up (2% of 30,518 steps is 610).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class ConfigError(ValueError):
+    """The run's description is wrong; the message names the field, the value and the remedy."""
+
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Run(_Section):
+    dir: str
+    """Run directory. It is created; one that holds another run is refused, one with a checkpoint resumes."""
+    seed: int = 0
+    """Of the initial weights and the order of the data."""
+    deterministic: bool = False
+    """Deterministic kernels only: two runs are bitwise equal, somewhat slower on GPUs."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """Longest wait for another rank, at the start and in every collective; then the run fails."""
+    time_limit_minutes: float | None = Field(None, gt=0)
+    """Save and stop gracefully after this long, so that a job ends before its scheduler kills it."""
+
+
+class Model(_Section):
+    family: Literal["whitematter", "vanilla", "lckv"] = "whitematter"
+    """whitematter; vanilla: transformers' Qwen3, same sizes, ordinary attention; lckv: the sandwich of the
+    paper's baseline."""
+    vocab_size: int | None = Field(None, gt=0)
+    """Rows of the embedding; default: the packed data's vocabulary. May be larger, not smaller."""
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    rms_norm_eps: float = Field(1e-6, gt=0)
+    rope_theta: float = Field(10000.0, gt=0)
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(0.02, gt=0)
+    num_kv_channels: int | None = Field(None, gt=0)
+    """k, the KV channels shared by all layers; default L/2. Vanilla has none of this and the following."""
+    router_stride: int | None = Field(None, gt=0)
+    """p: the routers read every p-th layer's state. Default 2."""
+    router_init: str | None = None
+    """Initial source of each channel; default auto (top for k=1, cyclic, shifted for k=L)."""
+    routing: Literal["dynamic", "static", "softmax", "fixed"] | None = None
+    """Where mixing weights come from: a router per token (default), or numbers that are learned or fixed."""
+    feedback: bool | None = None
+    """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
+    warmup_layers: int | None = Field(None, ge=0)
+    """lckv only: layers with KV of their own, half at the bottom and half at the top."""
+    schedule: Literal["cyclic", "chunked", "wavefront", "exact"] | None = None
+    """Sweep of a training step: strided groups over the whole row (default), inside one chunk after another,
+    in staggered chunks, or one token after another (exact; for small models)."""
+    chunk_size: int | None = Field(None, gt=0)
+    """Tokens of a chunk, for chunked and wavefront."""
+    relaxation: Positive | list[Positive] | None = None
+    """From the second pass on, new pool entry = old + relaxation * (computed - old). Default 1. A list has
+    one factor for each pass from the second on; the last serves all further passes."""
+    num_groups: int | None = Field(None, gt=0)
+    """g: token groups of a pass. Default 8."""
+    no_grad_passes: int | None = Field(None, ge=0)
+    """Passes of a training step without gradient. Default 1."""
+    grad_passes: int | None = Field(None, gt=0)
+    """Passes with gradient, after those without. Default 2."""
+    attention: Literal["auto", "sdpa", "flex"] | None = None
+    """Attention kernel; default auto: flex for long steps on CUDA, otherwise sdpa."""
+    prefill_passes: int | None = Field(None, gt=0)
+    """Passes over a prompt in generation and evaluation; default: as in training."""
+    prefill_groups: int | None = Field(None, gt=0)
+    """Groups in generation and evaluation; default: num_groups."""
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that go to the model's own configuration class; unset ones keep its defaults."""
+        return {k: v for k, v in self.model_dump().items() if k != "family" and v is not None}
+
+
+class Source(_Section):
+    path: str
+    """Directory of packed data."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the sequences, relative to the other sources."""
+
+
+class Data(_Section):
+    train: str | list[Source]
+    """Directory of packed data, or several with weights."""
+    holdout: str | None = None
+    """Directory whose held-out split is evaluated; default: that of the (first) training directory."""
+    tokenizer: str | None = None
+    """Directory of the data's tokenizer, copied into exports; default: the one that the data names."""
+
+    def sources(self) -> list[Source]:
+        """The training sources as a list."""
+        return [Source(path=self.train)] if isinstance(self.train, str) else list(self.train)
+
+
+class Batch(_Section):
+    global_batch: int = Field(gt=0)
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch: int = Field(gt=0)
+    """Sequences of one forward and backward on one rank."""
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches per rank and step. Raises ConfigError with the choices where it is no integer."""
+        per_step = ranks * self.micro_batch
+        if self.global_batch % per_step == 0:
+            return self.global_batch // per_step
+        micro = [m for m in _divisors(self.global_batch) if (self.global_batch // m) % ranks == 0]
+        rank_choices = _near(_divisors(self.global_batch // self.micro_batch), ranks)
+        below = self.global_batch // per_step * per_step
+        batches = [b for b in (below, below + per_step) if b > 0]
+        hints = [f"global_batch {' or '.join(map(str, batches))}"]
+        if micro:
+            hints.insert(0, f"micro_batch in {{{', '.join(map(str, micro))}}}")
+        if self.global_batch % self.micro_batch == 0:
+            hints.append(f"{', '.join(map(str, rank_choices))} ranks")
+        raise ConfigError(
+            f"global_batch {self.global_batch} does not divide over {ranks} ranks x micro_batch "
+            f"{self.micro_batch}; use {', or '.join(hints)}"
+        )
+
+
+class Optim(_Section):
+    name: Literal["muon", "adamw"] = "muon"
+    """muon: Muon for weight matrices and AdamW for the rest. adamw: AdamW for everything."""
+    lr: float = Field(gt=0)
+    """Peak learning rate, of both rules."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled, on matrices, embeddings and head; never on norms, biases and the dummy."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon (Nesterov)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: float = Field(1e-8, gt=0)
+    """Of AdamW."""
+    update_scale: Literal["rms", "spectral"] = "rms"
+    """Size of Muon's update: rms 0.2 sqrt(max(rows, cols)), comparable with AdamW at the same learning rate;
+    spectral sqrt(max(1, rows / cols))."""
+    ns_steps: int = Field(5, gt=0)
+    """Newton-Schulz steps of Muon."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of Newton-Schulz."""
+    embedding_rule: Literal["adamw", "muon"] = "adamw"
+    head_rule: Literal["adamw", "muon"] = "adamw"
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 = no clipping."""
+    clip_rule: Literal["local", "global"] = "global"
+    """local: each rank clips its own gradient before the reduction (the paper); keeps a full gradient on each
+    rank.
+    global: the reduced gradient is clipped, before Muon."""
+    warmup: int | str = "2%"
+    """Duration of the linear warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    floor: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a fraction of the peak."""
+    decay: int | str = "20%"
+    """Duration of the final linear decay of schedule wsd."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
+class Checkpoint(_Section):
+    every: int | None = Field(500, gt=0)
+    """Steps between checkpoints; null: only at the end and when stopped."""
+    keep_last: int = Field(2, gt=0)
+    """Newest checkpoints kept."""
+    keep_every: int | None = Field(None, gt=0)
+    """Steps whose checkpoints are kept for good."""
+    resume: str | None = None
+    """Where a run without checkpoints of its own starts from: a checkpoint, or the run whose latest is meant.
+    A run that has one goes on from its own, so that a requeued job does not go back."""
+
+
+class Evaluate(_Section):
+    every: int | None = Field(500, gt=0)
+    """Steps between held-out evaluations; null: only at the end."""
+    sequences: int = Field(64, gt=0)
+    """Held-out sequences evaluated, the first ones of the split."""
+    double_passes: bool = True
+    """Evaluate WhiteMatter also with twice the trained passes: the gap is what the iteration still misses."""
+
+
+class Zero3(_Section):
+    gather: Literal["step", "pass", "traversal"] | None = None
+    """At ZeRO stage 3, how often parameters are gathered: once a step (the whole body at once), once a pass,
+    or at every traversal of a layer (least memory, hundreds of gathers; needs recompute layer or group+layer
+    for a multi-pass model). Default: step for multi-pass models, traversal for vanilla."""
+
+
+class Guard(_Section):
+    max_skipped: int = Field(10, gt=0)
+    """Steps skipped in a row (non-finite loss or gradient, or skipped spikes) after which the run fails."""
+    spike_sigma: float = Field(6.0, gt=0)
+    """A loss this many standard deviations above the running mean is reported as a spike."""
+    skip_spikes: bool = False
+    """Also skip the update of a spike."""
+
+
+class Log(_Section):
+    every: int = Field(10, gt=0)
+    """Steps between printed lines; metrics.jsonl has every step."""
+    details_every: int = Field(50, gt=0)
+    """Steps between WhiteMatter's fixed-point residuals and router statistics."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Project name at Weights & Biases; needs the package wandb."""
+
+
+class Config(_Section):
+    """One run. See the sections for the fields."""
+
+    run: Run
+    model: Model
+    data: Data
+    batch: Batch
+    optim: Optim
+    precision: Literal["fp32", "autocast", "bf16", "fp16"] = "autocast"
+    """autocast: fp32 weights, bf16 products, fp32 reduction (the paper). bf16: bf16 weights and reduction,
+    fp32 masters. fp32. (fp16 is refused with the reason.)"""
+    recompute: Literal["none", "layer", "group", "group+layer"] = "none"
+    """What is recomputed in backward instead of kept: nothing, each layer, each group of tokens
+    (WhiteMatter), both."""
+    deepspeed: str = "ds_configs/zero2.json"
+    """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
+    it."""
+    zero3: Zero3 = Zero3()
+    steps: int | None = Field(None, gt=0)
+    """Length of the run in optimizer steps; either this or tokens."""
+    tokens: int | str | None = None
+    """Length of the run in tokens (`2e9`, `500M tokens`), rounded up to whole steps."""
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    guard: Guard = Guard()
+    log: Log = Log()
+
+    def total_steps(self, seq_len: int) -> int:
+        """Length in steps, for packed sequences of `seq_len` tokens."""
+        if self.steps is not None:
+            return self.steps
+        return math.ceil(parse_tokens("tokens", self.tokens) / (self.batch.global_batch * seq_len))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _near(values: list[int], target: int) -> list[int]:
+    return sorted(sorted(values, key=lambda v: abs(v - target))[:3])
+
+
+# Durations and tokens
+
+_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def parse_tokens(field: str, value: int | str | None) -> int:
+    """A number of tokens: an integer, `2e9`, `500M` or `500M tokens`. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"([\d.]+(?:[eE][-+]?\d+)?)\s*([kKmMbBgGtT]?)(?:\s*tokens?)?", str(value).strip())
+    try:
+        tokens = float(match[1]) * _SUFFIX[match[2].lower()] if match else 0.0
+    except ValueError:
+        tokens = 0.0
+    if tokens < 1:
+        raise ConfigError(f"{field} = {value!r} is no number of tokens; write 2e9 or 500M tokens")
+    return round(tokens)
+
+
+def to_steps(field: str, duration: int | str, total_steps: int, tokens_per_step: int) -> int:
+    """A duration as whole steps, rounded half up. Raises ConfigError where it cannot be read or exceeds the
+    run."""
+    if isinstance(duration, str) and duration.strip().endswith("%"):
+        try:
+            exact = float(duration.strip()[:-1]) / 100.0 * total_steps
+        except ValueError:
+            raise ConfigError(f"{field} = {duration!r} is no percentage; write 2%") from None
+    elif isinstance(duration, str):
+        if not duration.strip().endswith(("token", "tokens")):
+            raise ConfigError(
+                f"{field} = {duration!r}: write steps (200), a share (2%) or tokens (50M tokens)"
+            )
+        exact = parse_tokens(field, duration) / tokens_per_step
+    else:
+        exact = float(duration)
+    steps = math.floor(exact + 0.5)
+    if not 0 <= steps <= total_steps:
+        raise ConfigError(f"{field} = {duration!r} is {steps} steps of a run of {total_steps}")
+    return steps
