@@ -18,7 +18,7 @@ STARTED := $(shell date +%s)
 VENV := .venv
 PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
-# DeepSpeed's compiled helper lies in one fixed folder per user (see wm_ds/distributed.py), not here.
+# DeepSpeed's compiled helper lies in one fixed folder per installation (see wm_ds/distributed.py), not here.
 BUILT := $(VENV)/.built-$(PIN)
 
 # When this make began, so that the demo's summary can count the installation in.

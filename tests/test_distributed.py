@@ -51,6 +51,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         distributed.pick_device(2)
 
 
+def test_installations_do_not_share_a_build_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folders = set()
+    for name in ("one", "two"):
+        package = tmp_path / name / "deepspeed"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        with monkeypatch.context() as inner:
+            inner.delitem(sys.modules, "deepspeed", raising=False)
+            inner.syspath_prepend(str(tmp_path / name))
+            folders.add(distributed.extensions_folder())
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / "cache" / "wm_ds"}
+
+
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

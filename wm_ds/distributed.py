@@ -3,9 +3,9 @@
 Import this module before anything that imports `deepspeed`: DeepSpeed reads its environment at import.
 
 On a machine without CUDA, DeepSpeed compiles one small C++ helper (`deepspeed_shm_comm`, about a minute) when
-the first process group starts. We build it ourselves beforehand, in one fixed folder and under a file lock
-that the kernel releases when its owner dies, so that a killed build can neither be waited for forever
-(DeepSpeed's own `lock` file stays behind) nor be entered by two ranks at once.
+the first process group starts. We build it ourselves beforehand, in one fixed folder per installation of
+DeepSpeed and under a file lock that the kernel releases when its owner dies, so that a killed build can
+neither be waited for forever (DeepSpeed's own `lock` file stays behind) nor be entered by two ranks at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import hashlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -25,16 +27,23 @@ from typing import Any
 
 import torch
 
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed's C++ helpers are built for this Python, this torch and this installation of DeepSpeed.
+
+    The build names source files by their paths, so installations that shared a folder would rebuild each
+    other's helpers in turns, under the feet of running jobs.
+    """
+    found = importlib.util.find_spec("deepspeed")
+    where = hashlib.sha256(str(found and found.origin).encode()).hexdigest()[:8]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return cache / "wm_ds" / f"extensions-torch{torch.__version__}-{python}-{where}"
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR",
-    str(
-        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        / "wm_ds"
-        / f"extensions-torch{torch.__version__}-py{sys.version_info.major}{sys.version_info.minor}"
-    ),
-)
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_folder()))
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 
