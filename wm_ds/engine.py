@@ -343,7 +343,7 @@ def _squared_norm(tensors: list[Tensor]) -> float:
 
 
 def sums_own_gradients(config: Config, stage: int, accumulation: int) -> bool:
-    """Whether the engine sums the gradients of a step's micro-batches in fp32 by itself: weights are bf16, there
+    """Whether the engine itself sums the gradients of a step's micro-batches in fp32: weights are bf16, there
     are several micro-batches, and DeepSpeed would add them in bf16."""
     local = config.optim.clip_rule == "local" and config.optim.clip > 0
     return config.precision == "bf16" and accumulation > 1 and (local or stage < 2)
