@@ -1,0 +1,203 @@
+"""What a person sees of a run: metrics.jsonl, TensorBoard, the terminal's lines and live view, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.test_config import changed
+from wm_ds import config as configuration
+from wm_ds import metrics
+from wm_ds.distributed import World
+from wm_ds.engine import StepResult
+from wm_ds.flops import Flops
+from wm_ds.metrics import Metrics, duration, last_step
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+SECONDS = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0.4}
+
+
+def sink(folder: Path, *, rank: int = 0, attempt: int = 1, **log: Any) -> Metrics:
+    config = configuration.parse(changed(run__dir=str(folder), log={"every": 2, **log}))
+    world = World(rank, rank, 2, CPU, "gloo")
+    flops = Flops(3e6, 4e6)
+    m = Metrics(config, total_steps=4, attempt=attempt, world=world, positions=1000, flops=flops)
+    m.start()
+    return m
+
+
+def result(step: int, loss: float = 3.0, **fields: Any) -> StepResult:
+    return StepResult(step, loss, 1.5, 1e-3 * step, 900, seconds=SECONDS, **fields)
+
+
+def play(m: Metrics) -> None:
+    """A plain step, one with details, a spike, a step without a finite loss; an evaluation in between."""
+    m.step(result(1), total_tokens=900, data_s=0.5, extra={})
+    details = {"residuals": [0.5, 0.25], "router_entropy": {"key": [0.1], "value": [0.2]}}
+    m.step(result(2, 2.5), total_tokens=1800, data_s=0.5, extra=details)
+    m.evaluation(2, {"holdout_loss": 2.75, "holdout_loss_double_passes": 2.5}, 640, 0.1)
+    m.step(result(3, 9.0, spike=7.5, samples=[4, 5]), total_tokens=2700, data_s=0.5, extra={})
+    skipped = result(4, math.nan, skipped="loss is nan", samples=[6, 7])
+    m.step(skipped, total_tokens=3600, data_s=0.5, extra={})
+    m.close()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_has_a_row_with_what_it_was(tmp_path):
+    play(sink(tmp_path))
+    first, second, evaluation, spike, skipped = rows(tmp_path)
+    fixed = {"attempt": 1, "step": 1, "loss": 3.0, "grad_norm": 1.5, "lr": 1e-3, "tokens": 900}
+    assert fixed.items() <= first.items()
+    assert first["time"] == {"data": 0.5, **SECONDS}
+    assert first["tokens_per_s"] > 0
+    # 3 and 4 MFLOP a token, 1000 tokens, two devices
+    work = first["hardware_tflops_per_device"] / first["model_tflops_per_device"]
+    assert work == pytest.approx(4 / 3, rel=1e-3)
+    assert "mfu" not in first, "the peak of this processor is not known"
+    assert second["residuals"] == [0.5, 0.25]
+    assert (evaluation["holdout_loss"], evaluation["holdout_loss_double_passes"]) == (2.75, 2.5)
+    assert (evaluation["step"], evaluation["holdout_tokens"]) == (2, 640)
+    assert (spike["spike"], spike["samples"]) == (7.5, [4, 5])
+    assert (skipped["loss"], skipped["skipped"], skipped["samples"]) == ("nan", "loss is nan", [6, 7])
+
+
+def test_utilisation_is_work_over_the_devices_peak(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics.distributed, "peak_flops", lambda device: 1e12)
+    play(sink(tmp_path))
+    row = rows(tmp_path)[0]
+    assert row["mfu"] == pytest.approx(row["model_tflops_per_device"], rel=1e-3)
+    assert row["hfu"] == pytest.approx(row["hardware_tflops_per_device"], rel=1e-3)
+
+
+def test_tensorboard_has_the_same_scalars(tmp_path):
+    play(sink(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found["loss"] == [(1, 3.0), (2, 2.5), (3, 9.0)], "NaN is no point of a curve"
+    assert found["lr"] == [(s, pytest.approx(1e-3 * s)) for s in (1, 2, 3, 4)]
+    assert found["time/backward"] == [(s, pytest.approx(0.2)) for s in (1, 2, 3, 4)]
+    assert found["residuals/0"] == [(2, 0.5)]
+    assert found["router_entropy/value/0"] == [(2, pytest.approx(0.2))]
+    assert found["holdout_loss"] == [(2, 2.75)]
+    assert {"grad_norm", "tokens", "tokens_per_s", "step_s", "spike"} <= found.keys()
+    assert "step" not in found
+
+
+def test_tensorboard_can_be_left_out(tmp_path):
+    play(sink(tmp_path, tensorboard=False))
+    assert not (tmp_path / "tensorboard").exists()
+    assert len(rows(tmp_path)) == 5
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+    m = sink(tmp_path, rank=1)
+    play(m)
+    m.say("hello")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
+    play(sink(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if line.startswith("step ") and "tokens/s" in line]
+    assert [re.match(r"step (\d)/4  loss", line)[1] for line in steps] == ["1", "2", "4"]  # log.every = 2
+    assert "step 3: loss 9.0000 is 7.5 sigma above its mean; samples [4, 5]" in lines
+    assert "step 4: skipped, loss is nan; samples [6, 7]" in lines
+    assert any(
+        line.startswith("step 2: holdout loss 2.7500, holdout loss double passes 2.5") for line in lines
+    )
+    assert not any("\r" in line or "\x1b" in line for line in lines)
+
+
+def test_a_terminal_gets_a_live_view(tmp_path):
+    """On a real pseudo-terminal: the bar is redrawn in place, and messages scroll above it."""
+    program = (
+        "import pathlib, sys; from tests import test_metrics as t; "
+        "m = t.sink(pathlib.Path(sys.argv[1])); t.play(m)"
+    )
+    import pty
+
+    main, side = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdout=side,
+        stderr=subprocess.DEVNULL,
+        env=env,
+        cwd=ROOT,
+    )
+    os.close(side)
+    seen = b""
+    while True:
+        try:
+            part = os.read(main, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(main)
+    assert child.wait(60) == 0
+    text = seen.decode()
+    assert "step 4/4" in text
+    assert "\x1b[" in text, "nothing was redrawn in place"
+    assert "samples [6, 7]" in text
+    assert len(rows(tmp_path)) == 5
+
+
+def test_an_interrupted_line_and_replayed_steps(tmp_path):
+    """After a kill, the file may end in half a line; steps that are taken again are marked."""
+    play(sink(tmp_path))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"attempt": 1, "step": 5, "lo')
+    assert last_step(tmp_path / "metrics.jsonl") == 4
+    m = sink(tmp_path, attempt=2)
+    m.step(result(4), total_tokens=3600, data_s=0.0, extra={})
+    m.step(result(5), total_tokens=4500, data_s=0.0, extra={})
+    m.close()
+    *_, half, again, new = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert half.endswith('"lo')
+    assert (json.loads(again)["attempt"], json.loads(again)["replayed"]) == (2, True)
+    assert "replayed" not in json.loads(new)
+
+
+def test_a_missing_wandb_is_refused_on_all_ranks_and_none_waits(tmp_path):
+    """Every rank by itself, before it meets the others: nobody hangs waiting for a rank that has left."""
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(changed(run__dir=str(tmp_path / "run"), log__wandb="project")))
+    ranks = []
+    for rank in range(2):
+        env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "wm_ds.train", str(path), f"deepspeed={ROOT}/ds_configs/zero2.json"]
+        ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    for rank in ranks:
+        _, stderr = rank.communicate(timeout=120)
+        assert rank.returncode == 2
+        assert (
+            stderr.strip().splitlines()[-1].startswith("error: log.wandb = 'project' but the package wandb")
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(9.4, "9s"), (312, "5m 12s"), (7620, "2h 07m"), (3 * 86400 + 4 * 3600 + 5, "3d 04h"), (math.inf, "?")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
