@@ -43,7 +43,8 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, tuple[int, str]] = {}
         self._foreign = {p.untyped_storage()._cdata for p in parameters}
         self._shapes = {tuple(p.shape) for p in parameters if p.requires_grad}
-        self._shapes |= {shape[::-1] for shape in self._shapes if len(shape) == 2}
+        # The gradient of a product's right factor is made transposed.
+        self._shapes |= {(*shape[:-2], shape[-1], shape[-2]) for shape in self._shapes if len(shape) >= 2}
         self.current: Counter[str] = Counter()
         self.total = self.peak = 0
         self.at_peak: dict[str, int] = {}

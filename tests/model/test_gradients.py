@@ -110,6 +110,27 @@ def test_the_training_default_is_the_configured_schedule(policy: str) -> None:
     assert_equal_gradients(got, want)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("no_grad", [0, 1, 2])
+def test_entries_that_wait_on_the_host_give_the_same_gradients(policy: str, no_grad: int) -> None:
+    lm = build(3, 2, 4)
+    schedule = Schedule.cyclic(3, 3, no_grad=no_grad)
+    _, want = fast(lm, schedule, ("several", "filler"), policy)
+    lm.model.entries_on_host = True
+    copies = []
+    pack = torch.autograd.graph.save_on_cpu.__init__
+
+    def counting(self: object, *args: object, **kwargs: object) -> None:
+        copies.append(1)
+        pack(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph.save_on_cpu, "__init__", counting)
+        _, got = fast(lm, schedule, ("several", "filler"), policy)
+    assert copies, "nothing went to the host"
+    assert_equal_gradients(got, want)
+
+
 def test_truncation_is_not_the_full_gradient() -> None:
     """The detached passes really are detached: with gradient through all passes the numbers differ."""
     lm = build(3, 2, 4)

@@ -72,6 +72,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     Attributes:
         recompute: what backward recomputes instead of keeping, see `passes.run_passes`. A run-time choice,
             not part of the configuration; every choice gives the same gradients.
+        entries_on_host: likewise, where the overwritten pool entries wait for backward.
         measure_residuals: keep each forward's per-pass residuals in `residuals` (how far a pass moved the
             pool, relative).
     """
@@ -82,6 +83,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self._build(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = "none"
+        self.entries_on_host = False
         self.measure_residuals = False
         self.residuals: Tensor | None = None
         self.gradient_checkpointing = False
@@ -242,6 +244,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             past=past,
             keep_cache=keep_cache,
             recompute=self._policy(),
+            entries_on_host=self.entries_on_host,
             measure_residuals=self.measure_residuals,
         )
 

@@ -65,6 +65,7 @@ def run_passes(
     past: tuple[Tensor, Tensor] | None = None,
     keep_cache: bool = False,
     recompute: str = "none",
+    entries_on_host: bool = False,
     measure_residuals: bool = False,
 ) -> PassResult:
     """Runs `schedule` over the embeddings of a workspace.
@@ -79,6 +80,7 @@ def run_passes(
         recompute: what backward recomputes instead of keeping it: "none", "layer" (each layer), "group" (each
             step of the schedule), "group+layer" (each step, and inside its recomputation each layer and each
             piece of the pool).
+        entries_on_host: keep the entries that steps overwrite in the host's memory until backward.
         measure_residuals: report how far every pass moved the pool.
 
     Raises:
@@ -105,14 +107,26 @@ def run_passes(
                 mode = "pool" if 0 <= part.turn == first_grad - 1 else "all"
                 if token is None:
                     token = begin(tape, x_BWD, dummy_key, dummy_value)
-            results.append(run.part(tape, part, mode, token))
+            results.append(run.part(tape, part, mode, token, alone=len(parts) == 1))
         # All parts of a step have read before the first one writes.
         for part, (keys, values, h_BnD) in zip(parts, results):
             relaxation = schedule.factor(part.turn)
             if residuals is not None and part.turn >= 0 and keys is not None:
                 residuals[part.turn] += _change(tape, part, keys, values)
             if token is not None:
-                token = write(tape, part.positions, relaxation, token, keys, values, h_BnD)
+                # Nothing that runs in backward reads what was there before the start.
+                restore = part.turn >= 0 and not run.starts_anew(part, alone=len(parts) == 1)
+                token = write(
+                    tape,
+                    part.positions,
+                    relaxation,
+                    token,
+                    keys,
+                    values,
+                    h_BnD,
+                    restore=restore,
+                    on_host=entries_on_host,
+                )
                 continue
             if keys is not None:
                 overwrite(tape.keys, tape.slots(part.positions), keys, relaxation)
@@ -147,11 +161,19 @@ class _Run:
 
     def slots(self, positions: range) -> Slots:
         if positions not in self.masks:
+            if self.recompute == "group+layer":
+                self.masks.clear()
             self.masks[positions] = slots_of(positions, self.visibility, self.dtype, self.device)
         return self.masks[positions]
 
+    def starts_anew(self, part: _Work, alone: bool) -> bool:
+        """Whether the part's recomputation makes the entries that it overwrote once more, instead of finding
+        them restored: those of the start come from the embeddings alone, for less than a hundredth of a
+        step's work. Parts of one step must find each other's, so only a part that is alone can."""
+        return part.turn == 0 and part.needs_pool and alone and "group" in self.recompute
+
     def part(
-        self, tape: Tape, part: _Work, mode: str, token: Tensor | None
+        self, tape: Tape, part: _Work, mode: str, token: Tensor | None, alone: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """New pool entries (keys, values: [k, B, G, n, d]) and final states [B, n, D] of one part of a step.
 
@@ -161,12 +183,24 @@ class _Run:
             with torch.no_grad():
                 return self._compute(tape, part, mode, None)
         if "group" in self.recompute:
+            runs = 0
 
             def again(token: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+                nonlocal runs
+                runs += 1
+                if runs > 1 and self.starts_anew(part, alone):
+                    self._start(tape, part.positions)
                 return self._compute(tape, part, mode, token)
 
             return checkpoint(again, token, use_reentrant=False, preserve_rng_state=False)
         return self._compute(tape, part, mode, token)
+
+    @torch.no_grad()
+    def _start(self, tape: Tape, positions: range) -> None:
+        """Puts the start's entries of some positions into the buffer."""
+        keys, values, _ = self._compute(tape, _Work(positions, -1, True, False), "detached", None)
+        overwrite(tape.keys, tape.slots(positions), keys, 1.0)
+        overwrite(tape.values, tape.slots(positions), values, 1.0)
 
     def _compute(
         self, tape: Tape, part: _Work, mode: str, token: Tensor | None
@@ -178,8 +212,7 @@ class _Run:
             if part.turn < 0:
                 states, h_BnD = [x_BnD], None
             else:
-                slots = self.slots(part.positions)
-                states, h_BnD = self._layers(tape, link, x_BnD, slots, cos, sin, part.needs_hidden, mode)
+                states, h_BnD = self._layers(tape, link, x_BnD, part, cos, sin, mode)
         if not part.needs_pool:
             return None, None, h_BnD
         new_keys, new_values = self._pool(states, cos, sin, token if mode == "pool" else None)
@@ -211,24 +244,32 @@ class _Run:
         tape: Tape,
         token: Tensor,
         h_BnD: Tensor,
-        slots: Slots,
+        part: _Work,
         cos: Tensor,
         sin: Tensor,
-        to_the_end: bool,
         mode: str,
     ) -> tuple[list[Tensor], Tensor | None]:
         """The states entering every layer, and the last layer's output if asked for."""
         states = []
         for index, layer in enumerate(self.layers):
             states.append(h_BnD)
-            if index == len(self.layers) - 1 and not to_the_end:
+            if index == len(self.layers) - 1 and not part.needs_hidden:
                 return states, None
-            keys, values = read_channel(tape, index % len(tape.keys), slots.lengths, token)
-            inputs = (h_BnD, slots, cos, sin, keys, values)
+            lengths = self.slots(part.positions).lengths
+            channel = read_channel(tape, index % len(tape.keys), lengths, token)
+
+            # The masks are looked up inside: as an argument they would be kept until the recomputation.
+            def run(
+                h_BnD: Tensor,
+                layer: nn.Module = layer,
+                channel: tuple[list[Tensor], list[Tensor]] = channel,
+            ) -> Tensor:
+                return layer(h_BnD, self.slots(part.positions), cos, sin, *channel)
+
             if "layer" in self.recompute and mode == "all":
-                h_BnD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+                h_BnD = checkpoint(run, h_BnD, use_reentrant=False, preserve_rng_state=False)
             else:
-                h_BnD = layer(*inputs)
+                h_BnD = run(h_BnD)
         return states, h_BnD
 
 

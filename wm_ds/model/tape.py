@@ -130,6 +130,7 @@ class _Write(torch.autograd.Function):
         tape: Tape,
         positions: range,
         relaxation: float,
+        restore: bool,
         token: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
@@ -140,7 +141,8 @@ class _Write(torch.autograd.Function):
         slots = tape.slots(positions)
         if keys is not None:
             ctx.dtypes = (keys.dtype, values.dtype)
-            ctx.old = (tape.keys[:, :, :, slots].clone(), tape.values[:, :, :, slots].clone())
+            if restore:
+                ctx.save_for_backward(tape.keys[:, :, :, slots].clone(), tape.values[:, :, :, slots].clone())
             overwrite(tape.keys, slots, keys, relaxation)
             overwrite(tape.values, slots, values, relaxation)
         if h_BnD is not None:
@@ -154,11 +156,11 @@ class _Write(torch.autograd.Function):
         if ctx.has_pool:
             keys = _take(tape.grad_keys, slots, ctx.relaxation).to(ctx.dtypes[0])
             values = _take(tape.grad_values, slots, ctx.relaxation).to(ctx.dtypes[1])
-            tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.old
-            ctx.old = None
+            if ctx.saved_tensors:
+                tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.saved_tensors
         if ctx.h_dtype is not None:
             h_BnD = tape.grad_hidden_BWD[:, columns(ctx.positions)].to(ctx.h_dtype)
-        return None, None, None, token, keys, values, h_BnD
+        return None, None, None, None, token, keys, values, h_BnD
 
 
 class _Finish(torch.autograd.Function):
@@ -229,9 +231,22 @@ def write(
     keys: Tensor | None,
     values: Tensor | None,
     h_BnD: Tensor | None,
+    *,
+    restore: bool = True,
+    on_host: bool = False,
 ) -> Tensor:
-    """Ends a step: rewrites the pool entries of `positions` and, where given, stores their final states."""
-    return _Write.apply(tape, positions, relaxation, token, keys, values, h_BnD)
+    """Ends a step: rewrites the pool entries of `positions` and, where given, stores their final states.
+
+    Args:
+        restore: keep the overwritten entries for backward; without it the step's recomputation must do with
+            the new ones.
+        on_host: keep them in the host's memory.
+    """
+    arguments = (tape, positions, relaxation, restore, token, keys, values, h_BnD)
+    if not on_host:
+        return _Write.apply(*arguments)
+    with torch.autograd.graph.save_on_cpu(pin_memory=tape.keys.is_cuda):
+        return _Write.apply(*arguments)
 
 
 def finish(tape: Tape, token: Tensor) -> Tensor:
