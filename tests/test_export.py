@@ -1,5 +1,6 @@
 """Exports of a checkpoint, loaded the way a stranger would load them."""
 
+import base64
 import json
 import os
 import random
@@ -7,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from tests import exported
 from tools import export_hf
 from wm_ds import export, trained
-from wm_ds.model import WhiteMatterForCausalLM
+from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 
 TOOL = str(Path(__file__).parent.parent / "tools" / "export_hf.py")
 
@@ -157,7 +160,8 @@ def test_vanilla_is_plain_qwen3(tmp_path):
     run = exported.make_run(tmp_path, family="vanilla")
     out = run_export(run, tmp_path / "out")
     assert not list(out.glob("*.py"))
-    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
+    assert not {"auto_map", "tokenizer_size"} & config.keys()
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert type(loaded) is Qwen3ForCausalLM
     model = exported.build(run, seed=7)
@@ -165,6 +169,55 @@ def test_vanilla_is_plain_qwen3(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
     assert "trust_remote_code" not in (out / "README.md").read_text()
+    assert_no_padded_id_is_sampled(loaded)
+
+
+def test_lckv_stands_alone(tmp_path):
+    """What a process without wm_ds computes from the folder, against the model built anew."""
+    run = exported.make_run(tmp_path, family="lckv", warmup_layers=2)
+    out, asked, tensors, printed = watched_export(run, tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "lckv.LCKVForCausalLM"
+    assert config["tokenizer_size"] == 257
+    assert printed["class"] == "LCKVForCausalLM"
+    model, tokens = exported.build(run, seed=7), torch.tensor(asked["tokens"])
+    with torch.no_grad():
+        torch.testing.assert_close(tensors["logits"], model(tokens).logits, rtol=0, atol=1e-6)
+    greedy = model.generate(tokens, do_sample=False, min_new_tokens=32, max_new_tokens=32)
+    assert torch.equal(tensors["greedy"], greedy[:, tokens.shape[1] :])
+    assert_no_padded_id_is_sampled(LCKVForCausalLM.from_pretrained(out))
+
+
+def watched_export(run: Path, out: Path) -> tuple[Path, dict, dict, dict]:
+    """(folder, what the check asked of the process without wm_ds, the tensors and words that it answered)."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = export.load_apart
+
+        def spy(folder, request):
+            answer = real(folder, request)
+            seen.extend([request, *answer])
+            return answer
+
+        patch.setattr(export, "load_apart", spy)
+        folder = run_export(run, out)
+    return folder, *seen
+
+
+def assert_no_padded_id_is_sampled(model) -> None:
+    """257 tokens in a vocabulary of 320: at this temperature a fifth of all samples would have none."""
+    torch.manual_seed(0)
+    rows = torch.zeros(64, 1, dtype=torch.long)
+    out = model.generate(rows, do_sample=True, temperature=50.0, min_new_tokens=8, max_new_tokens=8)
+    assert out.max() < 257
+
+
+def test_rows_shorter_than_the_check(tmp_path):
+    """The check's prompt is as long as the model's rows allow, whatever it then generates."""
+    run = exported.make_run(tmp_path, seq_len=16)
+    _, asked, tensors, _ = watched_export(run, tmp_path / "out")
+    assert tensors["logits"].shape == (2, 16, 320)
+    assert tensors["greedy"].shape == (2, asked["new_tokens"]) == (2, 32)
 
 
 def test_explicit_step_is_that_step(tmp_path, unchecked):
@@ -208,6 +261,27 @@ def test_kill_leaves_no_folder(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_kill_in_the_last_check_leaves_a_hidden_folder_at_most(run, tmp_path, unchecked):
+    """All files are there by then, so the folder could be loaded by its hidden name; the next export of DIR
+    removes it, also where DIR's name means something to glob, or is a link."""
+    (tmp_path / "target[1]").mkdir()
+    (tmp_path / "link").symlink_to("target[1]")
+    command = [sys.executable, TOOL, str(run), "--output", str(tmp_path / "link")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("checking: loading"):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not list((tmp_path / "target[1]").iterdir())
+    assert len(list(tmp_path.glob(".target*.unfinished-*"))) == 1
+    run_export(run, tmp_path / "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "target[1]"]
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target[1]" / "config.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -240,6 +314,36 @@ def test_check_finds(run, folder, tmp_path, damage, message):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(export.ExportError, match=message):
         export.check(trained.find(run), bad, torch.float32, say=lambda _: None)
+
+
+@pytest.mark.slow
+def test_memory_is_the_model_and_a_shard(tmp_path):
+    """388 million parameters, 776 MB in bf16, from 1.55 GB of fp32 fragments, in shards of 200 MB.
+
+    Prints what it measures; docs/evaluation.md quotes that. The fp32 tensor in hand is the embedding.
+    """
+    shape = {"hidden_size": 1280, "intermediate_size": 3840, "num_hidden_layers": 16, "vocab_size": 32768}
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 128, "num_kv_channels": 8}
+    run = exported.make_run(tmp_path, **shape, **heads)
+    program = tmp_path / "measure.py"
+    program.write_text(
+        "import re, sys\n"
+        f"sys.path.insert(0, {str(Path(TOOL).parent.parent)!r})\n"
+        "import tools.export_hf as tool\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 1e3\n"
+        "before = peak()\n"
+        "tool.main()\n"
+        "print('PEAK', before, peak())\n"
+    )
+    command = [sys.executable, str(program), str(run), "--output", str(tmp_path / "out")]
+    command += ["--max-shard-size", "200MB"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    before, peak = map(float, result.stdout.strip().splitlines()[-1].split()[1:])
+    model = sum(t.nbytes for t in weights(tmp_path / "out").values()) / 1e6
+    embedding = 32768 * 1280 * 4 / 1e6
+    print(f"model {model:.0f} MB, before {before:.0f} MB, peak {peak:.0f} MB: {peak - before:.0f} MB more")
+    assert peak - before < model + 200 + embedding
 
 
 def test_damaged_checkpoint_is_not_exported(tmp_path):
@@ -292,6 +396,92 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         assert_one_line_error(result, *words)
     assert not out.exists()
     assert (occupied / "thesis.tex").exists()
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """As much of the Hub's protocol as an upload of small files needs; `log` is what was asked of it."""
+
+    def do_GET(self):
+        if "Authorization" not in self.headers:
+            return self.answer(401, {"error": "Invalid credentials"})
+        return self.answer(200, {"name": "me", "type": "user"})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.log.append((self.path, body))
+        if self.server.refuse in self.path:
+            return self.answer(403, {"error": "You may not\nwrite here"})
+        if self.path == "/api/repos/create":
+            return self.answer(200, {"url": f"{self.server.address}/me/model"})
+        if "/preupload/" in self.path:
+            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
+            return self.answer(200, {"files": [f | {"shouldIgnore": False} for f in files]})
+        return self.answer(200, {"commitUrl": f"{self.server.address}/me/model/commit/1", "commitOid": "1"})
+
+    def answer(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    server.address, server.log, server.refuse = f"http://127.0.0.1:{server.server_port}", [], "nothing"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def push(monkeypatch, run: Path, out: Path, address: str, token: str | None) -> str:
+    """Export and upload through the real client, made to speak to `address`; returns the error, if any."""
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token=token or False))
+    arguments = [str(run), "--output", str(out), "--push-to-hub", "me/model", "--private"]
+    monkeypatch.setattr(sys, "argv", [TOOL, *arguments])
+    try:
+        export_hf.main()
+    except SystemExit as exit:
+        return str(exit.code)
+    return ""
+
+
+def test_the_folder_is_uploaded(run, tmp_path, hub, unchecked, monkeypatch):
+    assert push(monkeypatch, run, tmp_path / "out", hub.address, "hf_x") == ""
+    create = json.loads(next(body for path, body in hub.log if path == "/api/repos/create"))
+    assert (create["name"], create["organization"]) == ("model", "me")
+    assert create["visibility"] == "private"
+    commit = next(body for path, body in hub.log if path == "/api/models/me/model/commit/main")
+    lines = [json.loads(line) for line in commit.splitlines()]
+    sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+    assert sent.keys() == {path.name for path in (tmp_path / "out").iterdir()}
+    assert base64.b64decode(sent["config.json"]) == (tmp_path / "out" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no token", "cannot upload to me/model"),
+        ("no network", "cannot upload to me/model"),
+        ("refused", "is complete, but uploading it to me/model failed"),
+    ],
+)
+def test_an_upload_that_fails_is_one_line(run, tmp_path, hub, unchecked, monkeypatch, fault, words):
+    """Without token or network nothing is exported; a refusal later leaves the complete folder."""
+    hub.refuse = "/commit/"
+    address = "http://127.0.0.1:9" if fault == "no network" else hub.address
+    token = None if fault == "no token" else "hf_x"
+    error = push(monkeypatch, run, tmp_path / "out", address, token)
+    assert_one_line_error(subprocess.CompletedProcess([], 1, stderr=error), words)
+    assert (tmp_path / "out").exists() == (fault == "refused")
 
 
 def test_shards_are_planned_by_size():

@@ -54,9 +54,12 @@ def main() -> None:
             raise ExportError(f"{args.source} is an exported folder already")
         if args.tokenizer is not None:
             source = dataclasses.replace(source, tokenizer=args.tokenizer)
+        hub = Hub(args.push_to_hub, args.private) if args.push_to_hub else None
+        if hub is not None:
+            hub.check()
         folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size, say=say)
-        if args.push_to_hub:
-            push(folder, args.push_to_hub, args.private)
+        if hub is not None:
+            hub.push(folder)
     except (ExportError, trained.TrainedError, CheckpointError, ConfigError, ShardError, ValueError) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
@@ -66,17 +69,44 @@ def main() -> None:
     say(f"exported step {source.step} to {folder} in {seconds:.0f} s, {peak / 1e9:.2f} GB peak")
 
 
-def push(folder: Path, name: str, private: bool) -> None:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+class Hub:
+    """A repository of the Hugging Face Hub to upload to. Raises ExportError, in one line, where that fails."""
 
-    say(f"uploading to {name}")
-    api = HfApi()
-    try:
-        api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
-    except (HfHubHTTPError, OSError) as error:
-        raise ExportError(f"the folder {folder} is complete, but uploading it failed: {error}") from None
+    def __init__(self, name: str, private: bool) -> None:
+        from huggingface_hub import HfApi
+
+        self.name, self.private, self.api = name, private, HfApi()
+
+    def check(self) -> None:
+        """Is the Hub there, and does it know us? Asked before the export, which may take an hour."""
+        try:
+            self.api.whoami()
+        except Exception as error:
+            raise ExportError(
+                f"cannot upload to {self.name}: {reason(error)}; nothing was exported"
+            ) from None
+
+    def push(self, folder: Path) -> None:
+        say(f"uploading to {self.name}")
+        try:
+            self.api.create_repo(self.name, private=self.private, exist_ok=True)
+            self.api.upload_folder(
+                repo_id=self.name, folder_path=folder, commit_message=f"Upload {folder.name}"
+            )
+        except Exception as error:
+            raise ExportError(
+                f"{folder} is complete, but uploading it to {self.name} failed: {reason(error)}"
+            ) from None
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line: the client's errors have many kinds and most have several lines."""
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    if isinstance(error, LocalTokenNotFoundError):
+        return "no token; run `hf auth login` or set HF_TOKEN"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}"
 
 
 def say(line: str) -> None:

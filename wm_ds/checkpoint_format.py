@@ -312,14 +312,21 @@ def verify(path: str | Path, progress: Callable[[str], None] | None = None) -> l
 
 
 class Reader:
-    """Reads ranges of named tensors; keeps a few fragment files mapped. Use as a context manager."""
+    """Reads ranges of named tensors; keeps a few fragment files mapped. Use as a context manager.
+
+    Pages that were read count as this process's memory as long as their file is mapped. So reads are cut
+    into pieces, and all files are unmapped once so many bytes were read: a checkpoint costs no more than that.
+    """
 
     _MOST_OPEN = 32
+    _MOST_MAPPED = 64 * 2**20
+    _PIECE = 2**23  # elements
 
     def __init__(self, path: str | Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(path) if manifest is None else manifest
         self._open: dict[str, Any] = {}
+        self._mapped = 0
         self._starts: dict[tuple[str, str], list[int]] = {}
 
     def __enter__(self) -> "Reader":
@@ -336,8 +343,8 @@ class Reader:
             low, high = max(a, start), min(b, stop)
             if a >= stop:
                 return
-            if low < high:
-                yield low, self._slice(file, f"{name}:{kind}:{a}", low - a, high - a)
+            for at in range(low, high, self._PIECE):
+                yield at, self._slice(file, f"{name}:{kind}:{a}", at - a, min(at + self._PIECE, high) - a)
 
     def read_into(self, out: torch.Tensor, name: str, kind: str, start: int) -> None:
         """Fill the 1-D tensor `out` with the elements from `start` on, casting to its dtype and device."""
@@ -348,24 +355,29 @@ class Reader:
         if filled != out.numel():
             raise CheckpointError(f"{self.path}: {kind} of {name} lacks {out.numel() - filled} elements")
 
-    def tensor(self, name: str, kind: str = WEIGHT) -> torch.Tensor:
-        """A whole tensor in its own shape; tied names are resolved."""
+    def tensor(self, name: str, kind: str = WEIGHT, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor in its own shape, cast piece by piece if asked for; tied names are resolved."""
         name = self.manifest.tied.get(name, name)
         entry = self.manifest.tensors.get(name)
         if entry is None or kind not in entry.states:
             known = "no such tensor" if entry is None else f"it has {', '.join(entry.states)}"
             raise CheckpointError(f"{self.path}: holds no {kind} of {name} ({known})")
-        out = torch.empty(entry.numel, dtype=getattr(torch, entry.states[kind].dtype))
+        out = torch.empty(entry.numel, dtype=dtype or getattr(torch, entry.states[kind].dtype))
         self.read_into(out, name, kind, 0)
         return out.view(entry.shape)
 
     def _slice(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
         try:
+            if self._mapped > self._MOST_MAPPED:
+                self._open.clear()
+                self._mapped = 0
             if file not in self._open:
                 if len(self._open) >= self._MOST_OPEN:
                     self._open.pop(next(iter(self._open)))
                 self._open[file] = safe_open(self.path / file, framework="pt")
-            return self._open[file].get_slice(key)[start:stop]
+            part = self._open[file].get_slice(key)[start:stop]
+            self._mapped += part.nbytes
+            return part
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file}: cannot be read ({error})") from None
 

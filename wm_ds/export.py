@@ -6,12 +6,14 @@
     DIR/*.py                     the model's own code (WhiteMatter; vanilla is a plain Qwen3 and needs none)
     DIR/README.md, export.json   the model card, and where it came from
 
-Tensors are read, cast once from the fp32 masters and written one shard at a time, so memory is bounded by one
-shard and one tensor while writing, and by the model in the export's dtype while checking. The folder is built
+Tensors are read in pieces, cast once from the fp32 masters and written one shard at a time, so memory is
+bounded by one shard while writing, and by the model in the export's dtype while checking: first in the
+process that loads the folder, then in this one, which builds the checkpoint's own model. The folder is built
 as a hidden sibling, checked (`check`), and takes its name by rename: whatever moment a kill hits, DIR is the
 old folder, the new one, or absent.
 """
 
+import glob
 import json
 import os
 import re
@@ -75,18 +77,19 @@ def export(
     say: Callable[[str], None] = print,
 ) -> Path:
     """Write `source` to `output`; returns that. Raises ExportError, CheckpointError or TrainedError."""
-    output = Path(os.path.abspath(output))
+    output = output.resolve()
     _check_target(output)
     tokenizer_dir = source.tokenizer_dir()
     config = source.hf_config()
-    _agree_on_ids(config, tokenizer_dir, int(source.data["eos_id"]), source.data["tokenizer"]["sha256"])
+    sha256 = source.data["tokenizer"]["sha256"]
+    tokenizer_size = _agree_on_ids(config, tokenizer_dir, int(source.data["eos_id"]), sha256)
     config.dtype = dtype
     say(f"verifying {source.path}")
     problems = verify(source.path)
     if problems:
         raise ExportError("; ".join(problems))
     output.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in output.parent.glob(f".{output.name}.unfinished-*"):
+    for leftover in output.parent.glob(glob.escape(f".{output.name}.unfinished-") + "*"):
         shutil.rmtree(leftover)
     part = output.parent / f".{output.name}.unfinished-{os.getpid()}"
     part.mkdir()
@@ -94,7 +97,7 @@ def export(
         with source.reader() as reader:
             write_weights(reader, source.shapes(), part, dtype, max_shard_size, say)
         _copy_tokenizer(tokenizer_dir, part, config.max_position_embeddings)
-        _write_code_and_config(config, part)
+        _write_code_and_config(config, tokenizer_size, part)
         facts = source.facts() | {"dtype": str(dtype).removeprefix("torch.")}
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
         (part / "README.md").write_text(model_card.render(facts, config))
@@ -158,7 +161,7 @@ def write_weights(
     shards = plan_shards(sizes, max_shard_size)
     for number, shard in enumerate(shards):
         say(f"writing {shard.file} ({number + 1}/{len(shards)}, {shard.size / 1e6:.1f} MB)")
-        tensors = {name: reader.tensor(name).to(dtype) for name in shard.names}
+        tensors = {name: reader.tensor(name, dtype=dtype) for name in shard.names}
         save_file(tensors, folder / shard.file, metadata={"format": "pt"})
         (folder / shard.file).chmod(0o644)  # the library keeps them to their owner
         del tensors
@@ -181,12 +184,16 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 # -- configuration, code, tokenizer --------------------------------------------------------------------------
 
 
-def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | None) -> None:
-    """Set the configuration's special ids; the tokenizer must agree with what the data was packed with."""
+def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | None) -> int:
+    """Set the configuration's special ids; the tokenizer must agree with what the data was packed with.
+
+    Returns the tokenizer's size: ids from there to vocab_size are padding of the vocabulary.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    if len(tokenizer) > config.vocab_size:
+    size = max(tokenizer.get_vocab().values()) + 1  # len(tokenizer), unless it leaves out ids
+    if size > config.vocab_size:
         raise ExportError(
-            f"the tokenizer {tokenizer_dir} has {len(tokenizer)} tokens, more than the model's vocab_size "
+            f"the tokenizer {tokenizer_dir} has {size} tokens, more than the model's vocab_size "
             f"{config.vocab_size}; it is not the tokenizer this model was trained with"
         )
     if sha256 is not None and open_tokenizer(str(tokenizer_dir)).sha256 != sha256:
@@ -202,6 +209,7 @@ def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | N
     config.eos_token_id = eos_id
     config.pad_token_id = eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
+    return size
 
 
 def _copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
@@ -219,11 +227,14 @@ def _copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_code_and_config(config: Any, folder: Path) -> None:
+def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> None:
     """config.json comes last of all files that loading needs, so that a folder without it is no model yet."""
-    GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    ).save_pretrained(folder)
+    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    causal_lm = CLASSES[config.model_type]
+    if config.model_type == "qwen3" and tokenizer_size < config.vocab_size:
+        # Our own models know by tokenizer_size that padding of the vocabulary is not to be generated.
+        ids["suppress_tokens"] = list(range(tokenizer_size, config.vocab_size))
+    GenerationConfig(**ids).save_pretrained(folder)
     # Every field of this model, and none of the many that transformers gives any model.
     common = PreTrainedConfig().to_dict()
     entry = {k: v for k, v in config.to_dict().items() if k not in common or common[k] != v}
@@ -231,9 +242,9 @@ def _write_code_and_config(config: Any, folder: Path) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
         entry[name] = getattr(config, name)
     entry["dtype"] = str(config.dtype).removeprefix("torch.")
-    causal_lm = CLASSES[config.model_type]
     entry["architectures"] = [causal_lm.__name__]
     if config.model_type != "qwen3":
+        entry["tokenizer_size"] = tokenizer_size
         for file in sorted(Path(model_package.__file__).parent.glob("*.py")):
             shutil.copyfile(file, folder / file.name)
         base = getattr(model_package, causal_lm.__name__.replace("ForCausalLM", "Model"))
@@ -265,7 +276,7 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
                 raise ExportError(
                     f"{folder}: {name} has shape {list(tensor.shape)}, expected {list(expected)}"
                 )
-            if not torch.equal(tensor, reader.tensor(name).to(dtype)):
+            if not torch.equal(tensor, reader.tensor(name, dtype=dtype)):
                 raise ExportError(f"{folder}: the values of {name} are not the checkpoint's")
     if shapes:
         raise ExportError(f"{folder}: lacks {', '.join(sorted(shapes)[:3])} ({len(shapes)} tensors)")
@@ -273,11 +284,12 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
     say("checking: loading it in a process without wm_ds, comparing logits and greedy tokens")
     config = source.hf_config()
     generator = torch.Generator().manual_seed(0)
-    length = min(37, config.max_position_embeddings - GREEDY_TOKENS)
+    length = min(37, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (2, length), generator=generator).tolist()
     request = {"tokens": tokens, "new_tokens": GREEDY_TOKENS}
     theirs, _ = load_apart(folder, request)
     model = source.load(dtype)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
     ours = standalone.probe(model, tokens, GREEDY_TOKENS)
     del model
     difference = (ours["logits"] - theirs["logits"]).abs().max().item()

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from wm_ds import config as run_config
 from wm_ds.build import model_config
 from wm_ds.checkpoint_directory import describe, find_latest, step_name
-from wm_ds.checkpoint_format import MANIFEST, CheckpointError, Reader, read_manifest
+from wm_ds.checkpoint_format import MANIFEST, WEIGHT, CheckpointError, Reader, read_manifest
 from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 from wm_ds.shards import load_manifest
 
@@ -64,7 +64,7 @@ class Trained:
         return None if self.run_dir is None else int(read_manifest(self.path).run["step"])
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-        """The model in evaluation mode. Weights are cast once, one tensor at a time, in place."""
+        """The model in evaluation mode. Weights are read in pieces and cast once, in place."""
         config = self.hf_config()
         if self.run_dir is None:
             model = CLASSES[config.model_type].from_pretrained(self.path, dtype=dtype)
@@ -78,7 +78,7 @@ class Trained:
             if missing:
                 raise CheckpointError(f"{self.path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
             for name, parameter in parameters.items():
-                parameter.copy_(reader.tensor(name))
+                reader.read_into(parameter.view(-1), name, WEIGHT, 0)
         return model.eval()
 
     def on_meta(self) -> PreTrainedModel:
