@@ -70,7 +70,7 @@ def main() -> None:
 
 
 class Hub:
-    """A repository of the Hugging Face Hub to upload to. Raises ExportError, in one line, where that fails."""
+    """A repository of the Hugging Face Hub to upload to. Raises ExportError, one line, where that fails."""
 
     def __init__(self, name: str, private: bool) -> None:
         from huggingface_hub import HfApi

@@ -315,7 +315,7 @@ class Reader:
     """Reads ranges of named tensors; keeps a few fragment files mapped. Use as a context manager.
 
     Pages that were read count as this process's memory as long as their file is mapped. So reads are cut
-    into pieces, and all files are unmapped once so many bytes were read: a checkpoint costs no more than that.
+    into pieces, and all files are unmapped once so many bytes were read.
     """
 
     _MOST_OPEN = 32
