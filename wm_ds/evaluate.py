@@ -5,7 +5,8 @@ trained schedule, for passes until the pool stands still, and, on a few sequence
 evaluation beside the trained schedule on the same sequences. One loss is one sum over tokens in float64, so
 neither the batch size nor the number of ranks matters. `lm-eval` runs downstream tasks, see wm_ds/harness.py.
 
-Started alone or by torchrun. Exit codes: 0 done, 2 refused (the message says why).
+`perplexity` is started alone or by torchrun, `lm-eval` alone. Exit codes: 0 done, 2 refused (the message
+says why).
 """
 
 import argparse
@@ -80,6 +81,11 @@ def main(arguments: list[str] | None = None) -> int:
             report = evaluate_perplexity(options, world)
             text = table(report)
         else:
+            if distributed.launch_size()[2] > 1:
+                raise EvaluationError(
+                    "lm-eval runs as one process on one device: start it without torchrun or srun, or split "
+                    "--tasks over several such processes"
+                )
             world = alone()
             report, text = evaluate_tasks(options, world)
     except REFUSED as error:

@@ -14,7 +14,9 @@ Shapes: B requests, T tokens, C continuation tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ PAPER = {
     "boolq": "validation",
 }
 LOGITS = 1 << 24  # logits in hand at a time: 64 MiB in fp32, 110 positions at a vocabulary of 151,936
+BAR = "log-likelihoods"
 FOLDERS = {"lambada_openai": "lambada", "wikitext": "wikitext2"}
 
 
@@ -68,6 +71,7 @@ class ScheduledLM(HFLM):
             add_bos_token=False,
         )
         self.schedule = schedule
+        self.scored, self.said = 0, time.monotonic()
 
     def _loglikelihood_tokens(
         self,
@@ -82,7 +86,15 @@ class ScheduledLM(HFLM):
         size = override_bs or int(self.batch_size)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         answers: dict[int, tuple[float, bool]] = {}
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods")
+        # Rolling perplexity calls this once a batch, so its progress is counted here over the calls.
+        one_batch = len(requests) <= size
+        interval = 0.1 if sys.stderr.isatty() else 30.0  # a line now and then where bars cannot be redrawn
+        bar = tqdm(total=len(requests), disable=disable_tqdm or one_batch, desc=BAR, mininterval=interval)
+        if one_batch:
+            self.scored += len(requests)
+            if time.monotonic() - self.said > 30:
+                self.said = time.monotonic()
+                print(f"{BAR}: {self.scored} windows", file=sys.stderr, flush=True)
         for start in range(0, len(order), size):
             chunk = order[start : start + size]
             rows = [(requests[i][1] + requests[i][2])[-(self.max_length + 1) :] for i in chunk]
