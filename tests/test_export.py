@@ -320,7 +320,7 @@ def test_check_finds(run, folder, tmp_path, damage, message):
 def test_memory_is_the_model_and_a_shard(tmp_path):
     """388 million parameters, 776 MB in bf16, from 1.55 GB of fp32 fragments, in shards of 200 MB.
 
-    Prints what it measures; docs/evaluation.md quotes that. The fp32 tensor in hand is the embedding.
+    Prints what it measures; docs/evaluation.md quotes that. 100 MB are for libraries and pages in passing.
     """
     shape = {"hidden_size": 1280, "intermediate_size": 3840, "num_hidden_layers": 16, "vocab_size": 32768}
     heads = {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 128, "num_kv_channels": 8}
@@ -341,9 +341,8 @@ def test_memory_is_the_model_and_a_shard(tmp_path):
     assert result.returncode == 0, result.stderr
     before, peak = map(float, result.stdout.strip().splitlines()[-1].split()[1:])
     model = sum(t.nbytes for t in weights(tmp_path / "out").values()) / 1e6
-    embedding = 32768 * 1280 * 4 / 1e6
     print(f"model {model:.0f} MB, before {before:.0f} MB, peak {peak:.0f} MB: {peak - before:.0f} MB more")
-    assert peak - before < model + 200 + embedding
+    assert peak - before < model + 200 + 100
 
 
 def test_damaged_checkpoint_is_not_exported(tmp_path):

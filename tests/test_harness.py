@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer
 from tests import exported
 from wm_ds import evaluate, harness, trained
 from wm_ds.memory import StorageTracker
-from wm_ds.model import Schedule
+from wm_ds.model import Schedule, WhiteMatterConfig, WhiteMatterForCausalLM
 
 EOS = 256
 
@@ -142,52 +143,120 @@ def test_long_requests_lose_their_left(model, tokenizer):
     assert found[0][0] == pytest.approx(by_hand(model, tokenizer, context[-62:], continuation)[0], abs=1e-4)
 
 
-def test_logits_never_exist_at_once(tokenizer):
-    """2,048 positions x 151,936 tokens are 1.24 GB in fp32; the scorer holds a fraction."""
-    head = torch.nn.Linear(4, 151_936, bias=False)
+@torch.no_grad()
+def test_evaluation_never_holds_whole_logits():
+    """A whole model at the paper's vocabulary and length, both ways to evaluate it: everything that is alive
+    at once, pool and states included, is a part of the 1.24 GB that the logits of one row would be."""
+    config = WhiteMatterConfig(
+        vocab_size=151_936,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_kv_channels=1,
+        max_position_embeddings=2048,
+        eos_token_id=0,
+    )
+    model = WhiteMatterForCausalLM(config).eval()
+    tokens = torch.randint(151_936, (1, 2048))
+    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "document_ids": torch.zeros_like(tokens)}
     lm = harness.ScheduledLM.__new__(harness.ScheduledLM)
-    lm._model = SimpleNamespace(get_output_embeddings=lambda: head)
-    hidden, targets = torch.randn(2047, 4), torch.randint(151_936, (2047,))
-    with StorageTracker(head.parameters()) as tracker:
-        total, _ = lm.score(hidden, targets)
-    expected = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum").item()
-    assert -total == pytest.approx(expected, rel=1e-5)
-    assert tracker.peak < 250e6
+    lm._model, lm.schedule, lm._device, lm._rank = model, None, torch.device("cpu"), 0
+    lm._max_length, lm.batch_size_per_gpu, lm.scored, lm.said = 2048, 1, 0, time.monotonic()
+    row = tokens[0].tolist()
+    found = {}
+    for name, evaluation in {
+        "perplexity": lambda: evaluate.mean_loss(model, [batch], None, torch.device("cpu"))[0] * 2048,
+        "lm-eval": lambda: -lm._loglikelihood_tokens([(None, row[:1], [*row[1:], row[0]])])[0][0],
+    }.items():
+        with StorageTracker(model.parameters()) as tracker:
+            found[name] = evaluation()
+        print(f"{name}: {tracker.peak / 1e6:.0f} MB at the worst moment")
+        assert tracker.peak < 2048 * 151_936 * 4 / 2
+    assert found["perplexity"] == pytest.approx(found["lm-eval"], rel=1e-5)
 
 
-def local_data(folder: Path) -> Path:
+QUESTIONS = {
+    "arc_easy/test": {
+        "question": "{a}",
+        "choices": {"text": ["{b}", "{c}"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    "openbookqa/test": {
+        "question_stem": "{a}",
+        "choices": {"text": ["{b}", "{c}"], "label": ["A", "B"]},
+        "answerKey": "A",
+    },
+    "hellaswag/validation": {
+        "activity_label": "{b}",
+        "ctx_a": "{a}.",
+        "ctx_b": "he",
+        "ctx": "{a}. he",
+        "endings": ["{a}", "{b}", "{c}", "x"],
+        "label": "2",
+    },
+    "winogrande/validation": {
+        "sentence": "{a} because _ was {b}.",
+        "option1": "Ann",
+        "option2": "Bob",
+        "answer": "2",
+    },
+    "boolq/validation": {"question": "is {a}", "passage": "{b} {c}.", "label": 1},
+    "lambada/lambada_test": {"text": "one two three four five six seven {a}"},
+    "wikitext2/test_pages": {"page": " = {a} = \n \n {b} {c} . \n"},
+    "piqa/validation": {"goal": "{a}", "sol1": "{b}", "sol2": "{c}", "label": 1},
+}
+QUESTIONS["arc_challenge/test"] = QUESTIONS["arc_easy/test"]
+
+
+def local_data(folder: Path, count: int = 2) -> Path:
+    """A few records of every task of the suite, in the layout of real ones: columns as the Hub has them."""
     rng = random.Random(0)
-    rows = []
-    for i in range(12):
-        goal, one, two = ("".join(rng.choices("abcdef ", k=12)).strip() for _ in range(3))
-        rows.append({"goal": goal, "sol1": one, "sol2": two, "label": i % 2})
-    (folder / "piqa").mkdir(parents=True)
-    (folder / "piqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = "one two three four five six seven eight"
-    (folder / "lambada").mkdir()
-    (folder / "lambada" / "lambada_test.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    for path, record in QUESTIONS.items():
+        lines = []
+        for _ in range(count):
+            line = json.dumps(record)
+            for letter in "abc":
+                line = line.replace(f"{{{letter}}}", "".join(rng.choices("abcdef", k=rng.randint(3, 9))))
+            lines.append(line + "\n")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{path}.jsonl").write_text("".join(lines))
     return folder
 
 
-def test_stock_tasks_run_on_local_files(run, model, tokenizer, tmp_path, capsys):
-    """The harness's own prompts and metrics, without a network: accuracy as computed by hand."""
-    data = local_data(tmp_path / "data")
+def test_the_paper_suite_runs_on_local_files(run, model, tokenizer, tmp_path, capsys):
+    """The harness's own prompts and metrics, without a network: some of them as computed by hand."""
+    data = local_data(tmp_path / "data", count=6)
     out = tmp_path / "scores.json"
-    arguments = ["lm-eval", str(run), "--tasks", "piqa", "lambada_openai", "--data", str(data)]
-    assert evaluate.main([*arguments, "--json", str(out)]) == 0
+    assert evaluate.main(["lm-eval", str(run), "--data", str(data), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["schedule"] == "cyclic, g=8, 3 passes"
-    right = 0
+    results = report["results"]
+    assert list(results) == list(harness.PAPER)
+    right, likelihoods = 0, []
     for line in (data / "piqa" / "validation.jsonl").read_text().splitlines():
         row = json.loads(line)
         context = f"Question: {row['goal']}\nAnswer:"
         scores = [by_hand(model, tokenizer, context, f" {row[key]}")[0] for key in ("sol1", "sol2")]
         right += scores.index(max(scores)) == row["label"]
-    assert report["results"]["piqa"]["acc"] == pytest.approx(right / 12)
-    last = by_hand(model, tokenizer, "one two three four five six seven", " eight")[0]
-    expected = torch.tensor(-last).exp().item()
-    assert report["results"]["lambada_openai"]["perplexity"] == pytest.approx(expected, rel=1e-4)
-    assert "piqa" in capsys.readouterr().out
+    assert results["piqa"]["acc"] == pytest.approx(right / 6)
+    for line in (data / "lambada" / "lambada_test.jsonl").read_text().splitlines():
+        context, _, last = json.loads(line)["text"].rpartition(" ")
+        likelihoods.append(by_hand(model, tokenizer, context, f" {last}")[0])
+    expected = torch.tensor(likelihoods).mean().neg().exp().item()
+    assert results["lambada_openai"]["perplexity"] == pytest.approx(expected, rel=1e-4)
+    assert results["wikitext"]["word_perplexity"] > 1
+    assert all(0 <= metrics["acc"] <= 1 for metrics in results.values() if "acc" in metrics)
+    assert "wikitext" in capsys.readouterr().out
+
+
+def test_only_one_process_scores(run, monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert evaluate.main(["lm-eval", str(run), "--tasks", "piqa"]) == 2
+    assert "error: lm-eval runs as one process" in capsys.readouterr().err
 
 
 def test_paper_suite_is_known_to_the_harness():
@@ -211,11 +280,12 @@ def test_bad_input_is_one_line(run, capsys, arguments, words):
 
 
 @pytest.mark.slow
-def test_command_line_of_the_harness_gives_the_same(run, tmp_path):
-    """`lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True` on the exported folder."""
+def test_command_line_of_the_harness_gives_the_same(run, model, tokenizer, tmp_path):
+    """`lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True` on the exported folder: every
+    request's log-likelihood, and the metrics of `wm_ds.evaluate lm-eval`."""
     from wm_ds import export
 
-    data = local_data(tmp_path / "data")
+    data = local_data(tmp_path / "data", count=12)
     source = trained.find(run)
     folder = export.export(
         source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9, say=lambda _: None
@@ -228,9 +298,22 @@ def test_command_line_of_the_harness_gives_the_same(run, tmp_path):
     task.write_text(json.dumps(json.loads(task.read_text()) | {"task": "local_piqa"}))
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
     command += ["--model_args", f"pretrained={folder},trust_remote_code=True", "--tasks", "local_piqa"]
-    command += ["--include_path", str(task.parent), "--output_path", str(tmp_path / "theirs")]
+    command += [
+        "--include_path",
+        str(task.parent),
+        "--output_path",
+        str(tmp_path / "theirs"),
+        "--log_samples",
+    ]
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
     theirs = json.loads(next((tmp_path / "theirs").rglob("results*.json")).read_text())
     ours = json.loads(out.read_text())["results"]["piqa"]
     assert theirs["results"]["local_piqa"]["acc,none"] == ours["acc"]
     assert theirs["results"]["local_piqa"]["acc_norm,none"] == ours["acc_norm"]
+    samples = next((tmp_path / "theirs").rglob("samples*.jsonl")).read_text().splitlines()
+    assert len(samples) == 12
+    for sample in map(json.loads, samples):
+        row = sample["doc"]
+        for key, (score, _) in zip(("sol1", "sol2"), sample["filtered_resps"]):
+            by_us = by_hand(model, tokenizer, f"Question: {row['goal']}\nAnswer:", f" {row[key]}")[0]
+            assert float(score) == pytest.approx(by_us, abs=1e-4)
