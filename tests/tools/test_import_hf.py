@@ -97,3 +97,19 @@ def test_another_model_is_refused(run, folder, tmp_path, model, words):
 def test_a_run_with_checkpoints_is_refused(run, folder):
     with pytest.raises(import_hf.ImportFailed, match="has checkpoints already"):
         import_hf.import_folder(folder, load(run / "config.yaml"))
+
+
+@pytest.mark.parametrize("family", ["vanilla", "lckv"])
+def test_other_families_come_back_too(tmp_path, monkeypatch, family):
+    """From a bf16 export: its rounded weights are the new masters."""
+    more = {"warmup_layers": 2} if family == "lckv" else {}
+    run = exported.make_run(tmp_path / "source", family=family, **more)
+    monkeypatch.setattr(export, "check", lambda *_: 0.0)  # other tests are about that
+    source = trained.find(run)
+    options = {"dtype": torch.bfloat16, "max_shard_size": 10**5, "say": lambda _: None}
+    folder = export.export(source, tmp_path / "out", **options)
+    checkpoint = import_hf.import_folder(folder, load(config_file(run, tmp_path / "run")))
+    for name, parameter in exported.build(run, seed=7).named_parameters():
+        back = read_tensor(checkpoint, name)
+        assert back.dtype == torch.float32
+        assert torch.equal(back, parameter.bfloat16().float())
