@@ -180,6 +180,10 @@ def test_lckv_stands_alone(tmp_path):
     assert config["auto_map"]["AutoModelForCausalLM"] == "lckv.LCKVForCausalLM"
     assert config["tokenizer_size"] == 257
     assert printed["class"] == "LCKVForCausalLM"
+    card = (out / "README.md").read_text()
+    assert "2 of its 4 layers have KV of their own" in card
+    assert "3/4 of what a model of this depth usually keeps" in card
+    assert "| schedule | cyclic, all tokens at once, 7 passes without gradient and 2 with |" in card
     model, tokens = exported.build(run, seed=7), torch.tensor(asked["tokens"])
     with torch.no_grad():
         torch.testing.assert_close(tensors["logits"], model(tokens).logits, rtol=0, atol=1e-6)

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = PackedSequences(args.data or source.run.data.sources()[0].path, "holdout")
     device = evaluate.alone().device
     model = source.load(torch.float32, device)
-    if not evaluate.has_passes(model.config):
+    if not trained.has_passes(model.config):
         raise evaluate.EvaluationError(f"{args.source} is a model without passes")
     model.config.use_cache = False
     bench = Bench(model, source.on_meta().eval(), rows, min(args.sequences, len(rows)), device)

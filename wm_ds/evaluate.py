@@ -32,6 +32,7 @@ from wm_ds.distributed import SetupError, World
 from wm_ds.loss import IGNORE, TokenLoss
 from wm_ds.model import Converged, Schedule
 from wm_ds.shards import ShardError
+from wm_ds.trained import has_passes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -263,11 +264,6 @@ def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str,
     report = {"source": str(source.path), "step": source.step, "schedule": described, "dtype": options.dtype}
     report |= {"limit": options.limit, "data": str(options.data or "Hub"), "results": results}
     return report, f"{source.path}: {described}\n{harness.table(results)}"
-
-
-def has_passes(config: Any) -> bool:
-    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
-    return config.model_type != "qwen3" and config.feedback
 
 
 def scoring_schedule(config: Any, options: argparse.Namespace) -> Schedule | None:

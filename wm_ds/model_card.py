@@ -2,17 +2,28 @@
 
 from typing import Any
 
+from wm_ds.trained import has_passes
+
 WHAT = (
     "Every layer attends to {channels} mixed from the states of *all* {layers} layers of past tokens. "
     "That makes the forward pass a fixed-point problem, solved by a few cyclic passes over strided groups "
     "of tokens."
 )
-HOW = (
-    "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it. A prompt "
-    "is read with {passes} cyclic passes over {groups} groups (`prefill_passes` and `prefill_groups` in "
-    "`config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
-    "exactly. The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps."
+WITHOUT_FEEDBACK = (
+    "Every layer attends to a KV channel mixed from the states of all layers *below* it (the ablation "
+    "without feedback): one pass is exact."
 )
+LCKV = (
+    "An LCKV sandwich: {warmup} of its {layers} layers have KV of their own, and all between share the KV of "
+    "the topmost of them, which past tokens have and the token itself does not have yet."
+)
+CODE = "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it."
+HOW = (
+    "A prompt is read with {passes} passes over {groups} (`prefill`, `prefill_passes` and `prefill_groups` "
+    "in `config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
+    "exactly."
+)
+CACHE = "The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps."
 SHAPE = (
     "num_hidden_layers",
     "hidden_size",
@@ -29,7 +40,7 @@ SHAPE = (
 def render(facts: dict[str, Any], config: Any) -> str:
     """Markdown with YAML front matter. `facts` as Trained.facts() gives them, plus "dtype"."""
     run, batch, optim = (facts["config"][key] for key in ("run", "batch", "optim"))
-    whitematter = config.model_type == "whitematter"
+    iterates = has_passes(config)
     remote = ", trust_remote_code=True" if config.model_type != "qwen3" else ""
     lines = [
         "---",
@@ -42,16 +53,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
         f"# {facts['run']}",
         "",
     ]
-    if whitematter:
-        k, layers = config.num_kv_channels, config.num_hidden_layers
-        channels = "one KV channel that is" if k == 1 else f"{k} KV channels that are"
-        lines += [f"A WhiteMatter language model. {WHAT.format(channels=channels, layers=layers)}", ""]
-    else:
-        kinds = {
-            "qwen3": "A Qwen3 language model (transformers' own architecture).",
-            "lckv": "An LCKV sandwich.",
-        }
-        lines += [kinds[config.model_type], ""]
+    lines += [_kind(config), ""]
     lines += [
         "## Use",
         "",
@@ -65,9 +67,11 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "```",
         "",
     ]
-    if whitematter:
-        how = HOW.format(passes=config.prefill_passes, groups=config.prefill_groups, k=k, layers=layers)
-        lines += [how, ""]
+    if remote:
+        groups = _groups(config.prefill_groups)
+        how = [CODE, HOW.format(passes=config.prefill_passes, groups=groups)] if iterates else [CODE]
+        how += [CACHE.format(k=config.num_kv_channels, layers=config.num_hidden_layers)]
+        lines += [" ".join(how), ""]
     lines += ["## Model", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _shape(config).items()]
     lines += [f"| weights | {facts['dtype']}, rounded once from fp32 masters |", ""]
@@ -85,15 +89,40 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "last training loss": _loss(facts["train_loss"]),
         "held-out loss": _loss(facts["holdout_loss"]),
     }
-    if whitematter:
-        trained["schedule"] = (
-            f"cyclic, {config.num_groups} groups, {config.no_grad_passes} passes without gradient and "
-            f"{config.grad_passes} with"
-        )
+    if iterates:
+        trained["schedule"] = _schedule(config)
     lines += [f"| {name} | {value} |" for name, value in trained.items() if value is not None]
-    if whitematter:
+    if iterates:
         lines += ["", "Losses are in nats per token; the held-out loss is at the training schedule's passes."]
     return "\n".join(lines) + "\n"
+
+
+def _kind(config: Any) -> str:
+    if config.model_type == "qwen3":
+        return "A Qwen3 language model (transformers' own architecture)."
+    layers = config.num_hidden_layers
+    if config.model_type == "lckv":
+        return LCKV.format(warmup=config.warmup_layers, layers=layers)
+    if not config.feedback:
+        return f"A WhiteMatter language model. {WITHOUT_FEEDBACK}"
+    k = config.num_kv_channels
+    channels = "one KV channel that is" if k == 1 else f"{k} KV channels that are"
+    return f"A WhiteMatter language model. {WHAT.format(channels=channels, layers=layers)}"
+
+
+def _groups(count: int) -> str:
+    return f"{count} groups" if count > 1 else "all tokens at once"
+
+
+def _schedule(config: Any) -> str:
+    """The passes of a training step in words."""
+    if config.schedule == "exact":
+        return "exact, one token after another"
+    chunks = f" in chunks of {config.chunk_size}" if config.schedule in ("chunked", "wavefront") else ""
+    return (
+        f"{config.schedule}{chunks}, {_groups(config.num_groups)}, {config.no_grad_passes} passes without "
+        f"gradient and {config.grad_passes} with"
+    )
 
 
 def _shape(config: Any) -> dict[str, Any]:

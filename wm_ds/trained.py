@@ -168,6 +168,11 @@ def find(path: str | Path, step: int | None = None) -> Trained:
     raise TrainedError(f"{path} {what}")
 
 
+def has_passes(config: Any) -> bool:
+    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
+    return config.model_type != "qwen3" and config.feedback
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that stand: of a step that was run twice, the later attempt's.
 
