@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from tests import exported
 from tools import export_hf
 from wm_ds import export, trained
+from wm_ds.encode import make_encoder, open_tokenizer
 from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 
 TOOL = str(Path(__file__).parent.parent / "tools" / "export_hf.py")
@@ -92,12 +95,46 @@ def test_ids_agree_everywhere(run, folder):
     assert config["bos_token_id"] is None
     assert generation.get("bos_token_id") is None
     assert tokenizer.model_max_length == config["max_position_embeddings"] == packed["seq_len"]
-    original = AutoTokenizer.from_pretrained(run.parent / "tokenizer")
+    assert_packer_ids(tokenizer, run.parent / "tokenizer")
+
+
+def assert_packer_ids(tokenizer, packer: Path) -> None:
     rng = random.Random(0)
     texts = [
-        "".join(chr(rng.choice([*range(32, 127), 233, 0x4E2D, 10])) for _ in range(20)) for _ in range(200)
+        "".join(chr(rng.choice([*range(32, 127), 32, 233, 0x4E2D, 10])) for _ in range(20))
+        for _ in range(1000)
     ]
-    assert tokenizer(texts)["input_ids"] == original(texts)["input_ids"]
+    ids, offsets = make_encoder(open_tokenizer(str(packer))).encode(texts)
+    assert tokenizer(texts)["input_ids"] == [ids[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def test_sentencepiece_becomes_a_tokenizer_json(tmp_path, unchecked):
+    """Data packed with a .model: the export's tokenizer gives the same ids; one that did not is refused."""
+    model = tmp_path / "packer.model"
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshr", k=rng.randint(1, 7))) for _ in range(300)]
+    with model.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([" ".join(rng.choices(words, k=12)) for _ in range(300)]),
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            minloglevel=2,
+        )
+    exported.make_data(tmp_path / "packed", model)
+    run = exported.make_run(tmp_path)
+    out = run_export(run, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert_packer_ids(tokenizer, model)
+    assert tokenizer.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            export, "_random_texts", lambda _: ["<s>"]
+        )  # characters there, a token for transformers
+        with pytest.raises(export.ExportError, match="otherwise than the packer: '<s>'"):
+            run_export(run, tmp_path / "other")
 
 
 def test_card_tells_the_run(folder):
@@ -375,6 +412,10 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
     settings = json.loads((other / "tokenizer.json").read_text())
     settings["pre_tokenizer"]["add_prefix_space"] = True
     (other / "tokenizer.json").write_text(json.dumps(settings))
+    bigger = exported.make_tokenizer(tmp_path / "bigger")
+    more = AutoTokenizer.from_pretrained(bigger)
+    more.add_tokens([f"<more{i}>" for i in range(100)])
+    more.save_pretrained(bigger)
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "thesis.tex").write_text("years of work")
@@ -388,7 +429,8 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         ((run, "--step", "8", "--output", out), ["no checkpoint of step 8", "step_00000007"]),
         ((run, "--output", occupied), ["occupied exists and is not an export"]),
         ((run, "--output", out, "--max-shard-size", "many"), ["'many' is not a size"]),
-        ((run, "--output", out, "--tokenizer", tmp_path), ["no tokenizer.json in"]),
+        ((run, "--output", out, "--tokenizer", tmp_path), ["no tokenizer.json or tokenizer.model in"]),
+        ((run, "--output", out, "--tokenizer", bigger), ["has 357 tokens, more than", "vocab_size 320"]),
         ((run, "--output", out, "--tokenizer", other), ["not the one that packed the data"]),
     ]
     for arguments, words in cases:

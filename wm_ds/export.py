@@ -16,8 +16,10 @@ old folder, the new one, or absent.
 import glob
 import json
 import os
+import random
 import re
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from wm_ds import model as model_package
 from wm_ds import model_card, standalone
 from wm_ds.checkpoint_format import Reader, sync_directory, verify
-from wm_ds.encode import open_tokenizer
+from wm_ds.encode import TokenizerSpec, make_encoder, open_tokenizer
 from wm_ds.trained import CLASSES, Trained, TrainedError
 
 PROVENANCE = "export.json"
@@ -196,7 +198,7 @@ def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | N
             f"the tokenizer {tokenizer_dir} has {size} tokens, more than the model's vocab_size "
             f"{config.vocab_size}; it is not the tokenizer this model was trained with"
         )
-    if sha256 is not None and open_tokenizer(str(tokenizer_dir)).sha256 != sha256:
+    if sha256 is not None and _packer(tokenizer_dir).sha256 != sha256:
         raise ExportError(
             f"the tokenizer {tokenizer_dir} is not the one that packed the data (its sha256 differs); "
             "give the right folder with --tokenizer DIR"
@@ -212,10 +214,20 @@ def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | N
     return size
 
 
+def _packer(tokenizer_dir: Path) -> TokenizerSpec:
+    """The folder's tokenizer as the packer opens it: a sentencepiece model if it has no tokenizer.json."""
+    if (tokenizer_dir / "tokenizer.json").is_file():
+        return open_tokenizer(str(tokenizer_dir))
+    return open_tokenizer(str(tokenizer_dir / "tokenizer.model"))
+
+
 def _copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
+    """The tokenizer's files, with a tokenizer.json where there is none, checked to give the packer's ids."""
     copied = [name for name in TOKENIZER_FILES if (tokenizer_dir / name).is_file()]
     for name in copied:
         shutil.copyfile(tokenizer_dir / name, folder / name)
+    if "tokenizer.json" not in copied:
+        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
     settings["model_max_length"] = max_length
@@ -225,6 +237,23 @@ def _copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
             settings.get("eos_token") or AutoTokenizer.from_pretrained(tokenizer_dir).eos_token
         )
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    texts = _random_texts(1000)
+    ids, offsets = make_encoder(_packer(tokenizer_dir)).encode(texts)
+    theirs = AutoTokenizer.from_pretrained(folder)(texts, add_special_tokens=False)["input_ids"]
+    for text, start, stop, found in zip(texts, offsets, offsets[1:], theirs):
+        if ids[start:stop].tolist() != found:
+            raise ExportError(
+                f"transformers reads the tokenizer {tokenizer_dir} otherwise than the packer: {text!r} is "
+                f"{found[:8]} and not {ids[start:stop].tolist()[:8]}; convert it to a tokenizer.json, check "
+                "that, and pack the data with it"
+            )
+
+
+def _random_texts(count: int) -> list[str]:
+    """Strings of letters, blanks, line ends, accents and Chinese, always the same."""
+    rng = random.Random(0)
+    characters = "etaoinshrdlu" * 3 + string.printable[:95] + "    \n\n\t" + "éßñ中文字"
+    return ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(count)]
 
 
 def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> None:
@@ -366,4 +395,12 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * 1000 ** " KMGT".index(match.group(2).upper() or " "))
 
 
-__all__ = ["DTYPES", "ExportError", "TrainedError", "check", "export", "load_apart", "parse_size"]
+__all__ = [
+    "DTYPES",
+    "ExportError",
+    "TrainedError",
+    "check",
+    "export",
+    "load_apart",
+    "parse_size",
+]

@@ -106,10 +106,10 @@ class Trained:
         named = [self.run.data.tokenizer, str(data / "tokenizer"), self.data["tokenizer"]["name"]]
         candidates = [self.tokenizer] if self.tokenizer else [Path(folder) for folder in named if folder]
         for folder in candidates:
-            if (folder / "tokenizer.json").is_file():
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
                 return folder
         places = ", ".join(map(str, candidates))
-        raise TrainedError(f"no tokenizer.json in {places}; give the tokenizer's folder with --tokenizer DIR")
+        raise TrainedError(f"no tokenizer.json or tokenizer.model in {places}; give the tokenizer's folder with --tokenizer DIR")
 
     def facts(self) -> dict[str, Any]:
         """Where the model came from, for the export's provenance and model card."""
