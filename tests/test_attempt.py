@@ -168,6 +168,23 @@ def test_a_stop_before_the_start_is_no_crash(tmp_path):
     assert "crash 1" in decide(second, code=1).reason
 
 
+@pytest.mark.parametrize(
+    ("first", "verdict"),
+    [
+        (143, ("requeue", 0)),
+        (138, ("requeue", 0)),
+        (72, ("exit", 72)),
+        (1, ("exit", 72)),
+        (137, ("exit", 72)),
+    ],
+)
+def test_a_check_that_failed_is_no_stop_whatever_srun_says(tmp_path, first, verdict):
+    """srun ends the other ranks of a failed check by SIGTERM, and 143 is higher than the check's own code."""
+    attempt = claim(tmp_path)
+    attempt.record_failure(rank=1, exit_code=first, step=None)
+    assert decide(attempt, code=143, not_started=True, max_crashes=0)[:2] == verdict
+
+
 def test_exit_zero_without_a_marker_is_a_crash(tmp_path):
     assert decide(claim(tmp_path), max_crashes=0)[:2] == ("exit", 1)
 

@@ -60,9 +60,9 @@ def run_file(folder: Path, data: Path, **changes: Any) -> Path:
     return path
 
 
-def launch(path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launch(path: Path, *overrides: str, dynamo: bool = False) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WM_ATTEMPT")}
-    env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": str(int(not dynamo)), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "wm_ds.train", str(path), *overrides]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
@@ -159,6 +159,16 @@ def test_other_schedules_train_from_yaml(data, tmp_path):
     assert "holdout_loss_double_passes" in evaluated[-1]
 
 
+@pytest.mark.slow
+def test_compiled_blocks_train_alike_and_say_what_compiling_took(straight, data, tmp_path):
+    done = launch(run_file(tmp_path, data), "compile=true", "entries_on_host=true", "steps=2", dynamo=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = rows(tmp_path / "run", "loss"), rows(straight[0], "loss")[:2]
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
+    assert ours[0]["compile_s"] > 0
+    assert "went into torch.compile" in done.stdout
+
+
 def refusal(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:
     assert train.main([str(path), *overrides]) == 2
     captured = capsys.readouterr()
@@ -173,6 +183,10 @@ def test_bad_input_is_refused_in_one_line(capsys, data, tmp_path, monkeypatch):
     path = run_file(tmp_path, data)
     assert "nowhere.yaml" in refusal(capsys, tmp_path / "nowhere.yaml")
     assert "did you mean optim.lr?" in refusal(capsys, path, "optim.lrr=1")
+    three = refusal(capsys, path, "compile=true", "deepspeed=ds_configs/zero3.json")
+    assert "compile = true" in three
+    assert "zero3.json" in three
+    assert "entries_on_host" in refusal(capsys, path, "entries_on_host=true", "model.feedback=false")
     assert "global_batch 5 does not divide" in refusal(capsys, path, "batch.global_batch=5")
     assert "nowhere" in refusal(capsys, path, "data.train=nowhere")
     assert "model.vocab_size = 10 is smaller" in refusal(capsys, path, "model.vocab_size=10")

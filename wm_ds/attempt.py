@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -37,6 +38,7 @@ EXIT_SUPERSEDED = 70
 EXIT_HUNG = 71
 EXIT_CHECK_FAILED = 72
 EXIT_STOP_FILE = 73
+_ASKED_TO_STOP = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 DEFAULT_LEASE_S = 90.0  # network file systems show a changed time stamp up to 60 s late
 _CLAIM = re.compile(r"(\d{4,})\.json")
@@ -260,10 +262,13 @@ def finish(
                 "exit", EXIT_STOP_FILE, f"stopped at step {step}: remove {run_dir / 'STOP'} to go on"
             )
         return Verdict("requeue", 0, f"stopped at step {step} ({reason})")
+    failure = attempt.failure() or {}
+    if not_started and failure.get("exit_code") not in (None, *_ASKED_TO_STOP):
+        # srun's code is the highest: that of the ranks it ended, not of the one whose check had failed.
+        not_started, check_failed = False, True
     if not_started:
         attempt.record_end(result="stopped", job=job, reason="before the ranks started", clean=True)
         return Verdict("requeue", 0, "stopped before the ranks started")
-    failure = attempt.failure() or {}
     code = EXIT_CHECK_FAILED if check_failed else int(failure.get("exit_code") or srun_code or 1)
     step = failure.get("step")
     attempt.record_end(result="crash", job=job, step=step, exit_code=code, clean=False)

@@ -16,6 +16,7 @@ from . import checks
 from .config import Config, ConfigError, Model
 from .data import GlobalBatches, PackedSequences
 from .model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
+from .model.blocks import WhiteMatterDecoderLayer
 
 
 def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
@@ -71,10 +72,41 @@ def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
     return CLASSES[hf_config.model_type]
 
 
-def build_model(hf_config: PretrainedConfig, *, seed: int, recompute: str = "none") -> PreTrainedModel:
+def compile_blocks(lm: PreTrainedModel, backend: str = "inductor") -> None:
+    """Compile what every step does alike, at its first use: a layer before and after attention, and the pool.
+
+    Attention's sizes change from group to group, and the passes are custom backward functions: both stay as
+    they are. Qwen3's layers are compiled whole.
+    """
+    for layer in lm.model.layers:
+        if isinstance(layer, WhiteMatterDecoderLayer):
+            for part in ("before", "after"):
+                compiled = torch.compile(getattr(layer, part), dynamic=True, backend=backend)
+                setattr(layer, part, compiled)
+        else:
+            layer.compile(dynamic=True, backend=backend)
+    pool = getattr(lm.model, "pool", None)
+    if pool is not None and lm.model.recompute != "group+layer":  # which takes the pool in pieces
+        pool.compile(dynamic=True, backend=backend)
+
+
+def compile_seconds() -> float:
+    """What compilation has taken so far in this process."""
+    from torch._dynamo.utils import compilation_time_metrics  # takes seconds to import
+
+    return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
+
+
+def build_model(
+    hf_config: PretrainedConfig,
+    *,
+    seed: int,
+    recompute: str = "none",
+    entries_on_host: bool = False,
+) -> PreTrainedModel:
     """The model with fresh fp32 weights drawn from `seed` (on the CPU, so the same on every machine).
 
-    `recompute`: none, layer, group or group+layer, see config.Config.recompute.
+    `recompute`: none, layer, group or group+layer, see fields.Config.recompute; `entries_on_host`: see there.
     """
     # Vanilla's attention takes the mask of documents, which SDPA does.
     options = {"attn_implementation": "sdpa"} if hf_config.model_type == "qwen3" else {}
@@ -86,4 +118,5 @@ def build_model(hf_config: PretrainedConfig, *, seed: int, recompute: str = "non
             lm.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         lm.model.recompute = recompute
+        lm.model.entries_on_host = entries_on_host
     return lm

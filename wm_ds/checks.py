@@ -41,13 +41,17 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"model.{foreign[0]} = {getattr(m, foreign[0])} belongs to family {owners}, not {m.family}"
         )
-    if m.family == "vanilla":
-        if config.recompute in ("group", "group+layer"):
-            found.append(
-                f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
-                "has not; use none or layer"
-            )
-    elif m.num_kv_channels is not None and m.num_kv_channels > m.num_hidden_layers:
+    if m.family == "vanilla" and config.recompute in ("group", "group+layer"):
+        found.append(
+            f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
+            "has not; use none or layer"
+        )
+    if config.entries_on_host and (m.family == "vanilla" or m.feedback is False):
+        found.append(
+            f"entries_on_host = true needs passes over a pool, which model.family = {m.family}"
+            f"{' with feedback = false' if m.feedback is False else ''} has not"
+        )
+    if m.family != "vanilla" and m.num_kv_channels is not None and m.num_kv_channels > m.num_hidden_layers:
         found.append(
             f"model.num_kv_channels = {m.num_kv_channels} exceeds "
             f"model.num_hidden_layers = {m.num_hidden_layers}"
@@ -154,6 +158,15 @@ RUN_DECIDES = {
     "wandb": "log.wandb",
     "csv_monitor": "log",
 }
+
+
+def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
+    """What the run and DeepSpeed's checked JSON contradict each other in. Raises ConfigError."""
+    if config.compile and json.get("zero_optimization", {}).get("stage") == 3:
+        raise ConfigError(
+            f"compile = true does not go with stage 3 of {config.deepspeed}: its hooks gather parameters in "
+            "the midst of compiled blocks; use compile = false, or stage 2"
+        )
 
 
 def load_deepspeed(path: str | Path) -> dict[str, Any]:

@@ -240,6 +240,12 @@ class Config(_Section):
     recompute: Literal["none", "layer", "group", "group+layer"] = "none"
     """What is recomputed in backward instead of kept: nothing, each layer, each group of tokens
     (WhiteMatter), both."""
+    entries_on_host: bool = False
+    """Keep the pool entries that groups overwrite in the host's memory until backward puts them back: about
+    2 k G d numbers a token and gradient pass less on the GPU, for two copies over its bus."""
+    compile: bool = False
+    """Compile layers and pool with torch.compile: the same results to rounding. The seconds it takes are
+    logged; not at ZeRO stage 3, whose gathering hooks break the compiled graphs."""
     deepspeed: str = "ds_configs/zero2.json"
     """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
     it."""

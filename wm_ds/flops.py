@@ -54,8 +54,8 @@ def training(config: PretrainedConfig, seq_len: int, recompute: str = "none") ->
         recompute, grad_blocks * block + grad_pools * pool
     )
     if "group" in recompute:
-        # The last detached pass runs its blocks again for the pool that carries gradient; entries of the start
-        # that the first pass with a backward overwrote are made again, too (passes.py).
+        # The last detached pass runs its blocks again for the pool that carries gradient; entries of the
+        # start that the first pass with a backward overwrote are made again, too (passes.py).
         again += (L - 1) * block if config.no_grad_passes else 0.0
         again += (pool if passes > 1 else pool * (1 - 1 / g)) if config.no_grad_passes <= 1 else 0.0
     if recompute == "group+layer":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import distributed
+from .build import compile_seconds
 from .config import Config, ConfigError
 from .distributed import World
 from .engine import StepResult
@@ -57,6 +58,7 @@ class Metrics:
                 if peak is not None:
                     self.work[{"model": "mfu", "hardware": "hfu"}[name]] = per_step / peak
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
+        self._compiles, self._compile_s = config.compile, 0.0
         self._tensorboard = self._wandb = self._live = None
         if not active:
             return
@@ -113,6 +115,10 @@ class Metrics:
         for name in ("skipped", "spike"):
             if getattr(result, name) is not None:
                 row[name], row["samples"] = getattr(result, name), result.samples
+        if self._compiles and (seconds := compile_seconds()) > self._compile_s:
+            row["compile_s"] = round(seconds - self._compile_s, 1)
+            self.say(f"step {result.step}: {row['compile_s']} s of it went into torch.compile")
+            self._compile_s = seconds
         row.update(extra)
         self._write(row)
         self._scalars(row, result.step)

@@ -20,7 +20,7 @@ from . import (
 from . import config as configuration
 from .agreement import Agreement
 from .attempt import Attempt, SupersededError, join
-from .build import build_model, model_config, open_data
+from .build import build_model, compile_blocks, model_config, open_data
 from .checkpoint import CheckpointError, Checkpoints
 from .config import Config, ConfigError
 from .data import GlobalBatches, PackedSequences, evaluation_batches
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = configuration.load(options.config, options.overrides)
         json = checks.load_deepspeed(config.deepspeed)
+        checks.check_against_deepspeed(config, json)
         check_sinks(config)
         if options.dry_run:
             from .dry_run import dry_run
@@ -94,7 +95,14 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     hf_config = model_config(
         config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
     )
-    lm = build_model(hf_config, seed=config.run.seed, recompute=config.recompute)
+    lm = build_model(
+        hf_config,
+        seed=config.run.seed,
+        recompute=config.recompute,
+        entries_on_host=config.entries_on_host,
+    )
+    if config.compile:
+        compile_blocks(lm)
     if world.is_main:
         print(format_table(table_for(config, lm)), flush=True)
     engine = build(config, json, lm, world, batches.seq_len)

@@ -109,7 +109,9 @@ class Trained:
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
                 return folder
         places = ", ".join(map(str, candidates))
-        raise TrainedError(f"no tokenizer.json or tokenizer.model in {places}; give the tokenizer's folder with --tokenizer DIR")
+        raise TrainedError(
+            f"no tokenizer.json or tokenizer.model in {places}; give the tokenizer's folder with --tokenizer DIR"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Where the model came from, for the export's provenance and model card."""

@@ -103,8 +103,8 @@ def test_lckv_multiples_of_vanilla_to_the_printed_digit() -> None:
 
 
 def test_group_recomputation_is_listed_apart() -> None:
-    """It repeats the gradient passes, the blocks of the last detached pass for the sake of their pool, and the
-    pool of the start, which that pass overwrote."""
+    """It repeats the gradient passes, the blocks of the last detached pass for the sake of their pool, and
+    the pool of the start, which that pass overwrote."""
     for name, pool in (("paper_wm_k16", 24), ("paper_wm_k8", 12)):
         again = 31 * 14 + 15 * 14 + 3.875 * pool
         assert counted(name)["recompute"] / UNIT == pytest.approx(again, abs=0.5)

@@ -76,17 +76,22 @@ class PoolAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self, x_BnD: Tensor, slots: Slots, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor]
-    ) -> Tensor:
+    def query(self, x_BnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Normed, rotated queries [B, H, n, d]."""
         q_BnHd = self.q_norm(self.q_proj(x_BnD).unflatten(-1, (-1, self.head_dim)))
-        q_BHnd = rotate(q_BnHd, cos[:, :, None], sin[:, :, None]).transpose(1, 2)
-        out_BHnd = attend(q_BHnd, keys, values, slots)
+        return rotate(q_BnHd, cos[:, :, None], sin[:, :, None]).transpose(1, 2)
+
+    def output(self, out_BHnd: Tensor) -> Tensor:
+        """What attention read, back in the width of the states: [B, n, D]."""
         return self.o_proj(out_BHnd.transpose(1, 2).flatten(2))
 
 
 class WhiteMatterDecoderLayer(nn.Module):
-    """`x + o(attention(norm x))`, then `x + mlp(norm x)`."""
+    """`x + o(attention(norm x))`, then `x + mlp(norm x)`.
+
+    What lies before attention and what lies after it are methods of their own: each is the same function in
+    every step, so that it can be compiled once, while attention's sizes change from group to group.
+    """
 
     def __init__(self, config: WhiteMatterConfig) -> None:
         super().__init__()
@@ -98,5 +103,14 @@ class WhiteMatterDecoderLayer(nn.Module):
     def forward(
         self, x_BnD: Tensor, slots: Slots, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        x_BnD = x_BnD + self.self_attn(self.input_layernorm(x_BnD), slots, cos, sin, keys, values)
+        out_BHnd = attend(self.before(x_BnD, cos, sin), keys, values, slots)
+        return self.after(x_BnD, out_BHnd)
+
+    def before(self, x_BnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The queries [B, H, n, d]."""
+        return self.self_attn.query(self.input_layernorm(x_BnD), cos, sin)
+
+    def after(self, x_BnD: Tensor, out_BHnd: Tensor) -> Tensor:
+        """The layer's output [B, n, D] once attention has read."""
+        x_BnD = x_BnD + self.self_attn.output(out_BHnd)
         return x_BnD + self.mlp(self.post_attention_layernorm(x_BnD))

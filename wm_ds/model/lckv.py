@@ -24,7 +24,6 @@ from .feedforward import causal_mask
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
 from .passes import PassResult
 from .schedule import Converged, Schedule
-from .tape import ordered
 
 
 class OwnKVAttention(PoolAttention):
@@ -58,13 +57,9 @@ class CondensedKV:
     def __init__(self, layer: OwnKVLayer) -> None:
         self.layer = layer
 
-    def __call__(
-        self, states: list[Tensor], cos: Tensor, sin: Tensor, token: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [1, B, G, n, d]; the arguments are those of `pool.Pool`."""
         normed_BnD = self.layer.input_layernorm(states[-1])
-        if token is not None:
-            normed_BnD = ordered(normed_BnD, token)
         key, value = self.layer.self_attn.entries(normed_BnD, cos, sin)
         return key[None], value[None]
 

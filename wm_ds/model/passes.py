@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import Slots, Visibility, compute_dtype, slots_of
 from .pool import Pool
 from .schedule import Schedule
-from .tape import Tape, begin, columns, finish, overwrite, read, read_channel, write
+from .tape import Tape, begin, columns, finish, ordered, overwrite, read, read_channel, write
 
 # Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
 POOL_PIECES = 8
@@ -205,7 +205,7 @@ class _Run:
     def _compute(
         self, tape: Tape, part: _Work, mode: str, token: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        cos, sin = (table[:, columns(part.positions)] for table in self.rotary)
+        cos, sin = (table[:, columns(part.positions)].contiguous() for table in self.rotary)
         with torch.set_grad_enabled(mode == "all"):
             link = self.no_token if token is None else token
             x_BnD = read(tape, part.positions, link)
@@ -215,20 +215,20 @@ class _Run:
                 states, h_BnD = self._layers(tape, link, x_BnD, part, cos, sin, mode)
         if not part.needs_pool:
             return None, None, h_BnD
-        new_keys, new_values = self._pool(states, cos, sin, token if mode == "pool" else None)
+        if mode == "pool" and token is not None:
+            cos = ordered(cos, token)
+        new_keys, new_values = self._pool(states, cos, sin)
         return new_keys, new_values, h_BnD
 
-    def _pool(
-        self, states: list[Tensor], cos: Tensor, sin: Tensor, token: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _pool(self, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The pool of a step's states. Where layers are recomputed, too, nothing needs more memory (about 16
         tensors of all L states); it is then computed, and recomputed in backward, piece by piece."""
         pieces = min(POOL_PIECES, states[0].shape[1] // MIN_POSITIONS_PER_PIECE)
         if self.recompute != "group+layer" or pieces < 2 or not torch.is_grad_enabled():
-            return self.pool(states, cos, sin, token)
+            return self.pool(states, cos, sin)
 
         def piece(cos: Tensor, sin: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
-            return self.pool(list(states), cos, sin, token)
+            return self.pool(list(states), cos, sin)
 
         length = states[0].shape[1]
         cuts = [length * i // pieces for i in range(pieces + 1)]

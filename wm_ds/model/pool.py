@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from .blocks import rms_norm, rotate
 from .configuration import WhiteMatterConfig
-from .tape import ordered
 
 
 class PoolBranch(nn.Module):
@@ -56,11 +55,9 @@ class PoolBranch(nn.Module):
         alpha_1kL = self.router_bias.view(1, *self.shape)
         return alpha_1kL.softmax(-1) if self.routing == "softmax" else alpha_1kL
 
-    def forward(self, unit_NLD: Tensor, token: Tensor | None) -> Tensor:
-        """unit_NLD: states over their RMS. Returns [k, N, G, d]; `token` orders backward passes (tape.py)."""
+    def forward(self, unit_NLD: Tensor) -> Tensor:
+        """unit_NLD: states over their RMS. Returns [k, N, G, d]."""
         hat_NLD = (unit_NLD * self.source_norm).to(unit_NLD.dtype)
-        if token is not None:
-            hat_NLD = ordered(hat_NLD, token)
         alpha_NkL = self.mixing_weights(hat_NLD)
         mix_NkD = torch.matmul(alpha_NkL, hat_NLD.to(alpha_NkL.dtype))
         return self.project(mix_NkD, slice(None))
@@ -103,15 +100,12 @@ class Pool(nn.Module):
         self.key = PoolBranch(config, normalise_heads=True)
         self.value = PoolBranch(config, normalise_heads=False)
 
-    def forward(
-        self, states: list[Tensor], cos: Tensor, sin: Tensor, token: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """
         Args:
             states: h_0 … h_{L-1}, each [B, n, D]; or one tensor, which then stands for all L (the start of
                 the iteration, where every state is the token's embedding).
             cos, sin: rotary table of the positions, [B or 1, n, d].
-            token: orders this evaluation among the steps' backward passes, see tape.py.
 
         Returns:
             keys and values, each [k, B, G, n, d].
@@ -119,7 +113,7 @@ class Pool(nn.Module):
         rows, positions = states[0].shape[:2]
         h_NLD = torch.stack(states, dim=2).flatten(0, 1)
         unit_NLD = unit(h_NLD, self.eps).expand(-1, self.layers, -1)
-        keys, values = self.key(unit_NLD, token), self.value(unit_NLD, token)
+        keys, values = self.key(unit_NLD), self.value(unit_NLD)
         keys = keys.unflatten(1, (rows, positions))
         values = values.unflatten(1, (rows, positions))
         keys = rotate(keys, cos[None, :, :, None], sin[None, :, :, None])

@@ -95,7 +95,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, positions: range, token: Tensor) -> Tensor:
         ctx.tape, ctx.positions, ctx.token_like = tape, positions, token.new_zeros(())
-        return tape.x_BWD.data[:, columns(positions)]
+        return tape.x_BWD.data[:, columns(positions)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple:
@@ -258,6 +258,7 @@ def ordered(x: Tensor, token: Tensor) -> Tensor:
     """x itself, made to depend on the token, for a step that reads the buffer outside autograd.
 
     Its backward runs once x's gradient is known. Where computing that gradient needs recomputed activations,
-    the recomputation is thereby finished before the previous step's `write` puts older entries back.
+    the recomputation is thereby finished before the previous step's `write` puts older entries back. Any
+    input of the step will do whose gradient is cheap: nobody uses it.
     """
     return _Ordered.apply(x, token)
