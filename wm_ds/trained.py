@@ -110,7 +110,7 @@ class Trained:
                 return folder
         places = ", ".join(map(str, candidates))
         raise TrainedError(
-            f"no tokenizer.json or tokenizer.model in {places}; give the tokenizer's folder with --tokenizer DIR"
+            f"no tokenizer.json or tokenizer.model in {places}; give its folder with --tokenizer DIR"
         )
 
     def facts(self) -> dict[str, Any]:
