@@ -143,6 +143,30 @@ def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster,
     assert cluster.losses() == finished["losses"], "bitwise"
 
 
+def test_usr1_saves_requeues_and_goes_on_with_the_same_losses(cluster, finished):
+    """As SLURM sends it before the time limit, here while the ranks still import: it is repeated until heard."""
+    if not finished:
+        pytest.skip("needs the run of test_pack_train_export_evaluate")
+    real(cluster)
+    jobs = submit(
+        cluster,
+        "--stages=train",
+        CONFIG,
+        f"data.train={finished['data']}",
+        f"steps={STEPS}",
+        "checkpoint.every=1000",
+    )
+    started = cluster.run_dir / "logs" / f"train-{jobs['train']}.log"
+    cluster.wait("the ranks", lambda: started.exists() and "training; follow it" in started.read_text(), 100)
+    cluster.call("scancel", "--signal=USR1", "--batch", jobs["train"])
+    ended = cluster.wait_end(jobs["train"], 240)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
+    rows = [row for row in cluster.metrics() if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "lost or replayed a step"
+    assert cluster.losses() == finished["losses"], "bitwise"
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_choices(cluster, finished):
     if not finished:
         pytest.skip("needs the run of test_pack_train_export_evaluate")
