@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 240  # of one test, whatever it waits for; a module may have its own
-# Every deadline times this: what must happen within them is the same on a machine with other work, only later.
+# Every deadline times this: what must happen is the same on a machine with other work, only later.
 PATIENCE = float(os.environ.get("SLURM_DEV_PATIENCE", "1"))
 
 

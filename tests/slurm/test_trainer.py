@@ -144,7 +144,7 @@ def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster,
 
 
 def test_usr1_saves_requeues_and_goes_on_with_the_same_losses(cluster, finished):
-    """As SLURM sends it before the time limit, here while the ranks still import: it is repeated until heard."""
+    """As before the time limit, here while the ranks still import: it is repeated until they hear it."""
     if not finished:
         pytest.skip("needs the run of test_pack_train_export_evaluate")
     real(cluster)
