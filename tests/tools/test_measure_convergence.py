@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -45,7 +46,9 @@ def test_passes_converge_and_cost_what_they_do(report):
     assert all(abs(p["excess"]) > 0.01 for p in entry["passes"][:-1])
     assert [p["steps"] for p in entry["passes"]] == [8 * p["passes"] for p in entry["passes"]]
     assert 0 < reached["flops"] < 4 * report["exact"]["flops"]
-    assert len(reached["residuals"]) == reached["passes"]
+    assert len(entry["residuals"]) == reached["passes"]
+    for entry in report["schedules"]:
+        assert all(0 < after < before for before, after in pairwise(entry["residuals"])), entry["name"]
     assert reached["speedup_over_exact"] == pytest.approx(report["exact"]["seconds"] / reached["seconds"])
 
 
