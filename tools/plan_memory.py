@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.gpus % options.nodes:
             raise ConfigError(f"--gpus {options.gpus} do not divide over --nodes {options.nodes}")
         config = load(options.config, options.overrides)
-        if config.batch.global_batch % options.gpus:
-            config.batch.model_copy(update={"micro_batch": 1}).accumulation(options.gpus)
+        if config.batch.global_batch % config.data_ranks(options.gpus):
+            config.batch.model_copy(update={"micro_batch": 1}).accumulation(config.data_ranks(options.gpus))
         length, vocabulary = sizes(config, options.length, options.vocabulary)
         hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
         with torch.device("meta"), no_init_weights():
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     room = options.gpu_memory * 1e9 * (1 - RESERVE)
-    best = recommend(found, room, length, options.nodes)
+    best = recommend(found, room, length // config.sequence_parallel, options.nodes)
     if options.json:
         report = {
             "config": options.config,
@@ -114,7 +114,7 @@ FLOPS, BETWEEN_NODES, INSIDE_NODE = 4e14, 50e9, 300e9
 
 def recommend(found: list[Plan], room: float, length: int, nodes: int) -> Plan | None:
     """What fits and should be fastest: computing and sending, one after the other. Offload, and gathering at
-    every traversal of a multi-pass model, only where nothing else fits."""
+    every traversal of a multi-pass model, only where nothing else fits. `length`: a GPU's tokens of a row."""
 
     def seconds(plan: Plan) -> float:
         tokens = plan.micro_batch * plan.accumulation * length
@@ -133,14 +133,14 @@ def recommend(found: list[Plan], room: float, length: int, nodes: int) -> Plan |
     )
 
 
-def command(config_path: str, plan: Plan, gpus: int, nodes: int) -> str:
-    """The start of the run with a plan's settings."""
+def command(run: str, plan: Plan, gpus: int, nodes: int) -> str:
+    """The start of the run, given as its YAML and overrides, with a plan's settings."""
     name = f"ds_configs/zero{plan.stage}{'_offload' if plan.offload else ''}.json"
     parts = [f"deepspeed={name}", f"recompute={plan.recompute}", f"batch.micro_batch={plan.micro_batch}"]
     if plan.stage == 3:
         parts.append(f"zero3.gather={plan.gather}")
     launch = f"torchrun --nnodes {nodes} --nproc-per-node {gpus // nodes}"
-    return f"{launch} -m wm_ds.train {config_path} {' '.join(parts)}"
+    return f"{launch} -m wm_ds.train {run} {' '.join(parts)}"
 
 
 def label(plan: Plan) -> str:
@@ -163,7 +163,8 @@ def text(
     lines = [
         f"{options.config}: {total:,} parameters, rows of {length}, precision {config.precision}; "
         f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room / GIB:.1f} GiB to use) on {options.nodes} "
-        f"node{'s' * (options.nodes > 1)}",
+        f"node{'s' * (options.nodes > 1)}"
+        + (f", each row on {config.sequence_parallel} GPUs" if config.sequence_parallel > 1 else ""),
         "GiB per GPU; states by arithmetic, activations from the model on fake tensors",
         f"{'ZeRO':22}{'recompute':12}{'mb':>4}{'acc':>5}"
         + "".join(f"{SHORT.get(n, n):>10}" for n in names)
@@ -182,12 +183,13 @@ def text(
         mark = " <-" if plan is best else "" if plan.peak <= room else "  does not fit"
         sent = sum(plan.traffic.values()) / GIB
         lines.append(f"{label(plan)}{cells}{plan.peak / GIB:>9.2f}{sent:>9.2f}{mark}")
+    run = [options.config, *options.overrides]
     if best is None:
         lines.append("nothing fits: more GPUs, a shorter row, or a smaller model")
     else:
         spent = ", ".join(f"{name} {size / GIB:.2f}" for name, size in best.traffic.items()) or "nothing"
         lines += [
-            f"recommended: {command(options.config, best, options.gpus, options.nodes)}",
+            f"recommended: {command(' '.join(run), best, options.gpus, options.nodes)}",
             f"  each GPU sends a step, GiB: {spent}",
         ]
         if best.offload:

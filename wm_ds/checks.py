@@ -65,11 +65,42 @@ def contradictions(config: Config) -> list[str]:
             f"zero3.gather = traversal with recompute = {config.recompute} keeps every layer gathered in "
             "backward; use recompute layer or group+layer, or zero3.gather step"
         )
+    if config.sequence_parallel > 1:
+        found += _sequence_contradictions(config)
     c = config.checkpoint
     if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
         found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
     if not all(0 <= b < 1 for b in config.optim.betas):
         found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
+    return found
+
+
+def _sequence_contradictions(config: Config) -> list[str]:
+    n, m = config.sequence_parallel, config.model
+    if m.family != "whitematter":
+        return [
+            f"sequence_parallel = {n} shares out one pool of all layers, which model.family = {m.family} has "
+            "not; use family whitematter, or sequence_parallel 1"
+        ]
+    found = []
+    if m.feedback is False:
+        found.append(
+            f"sequence_parallel = {n} shares out the pool between steps of the schedule, and model.feedback "
+            "= false has none; use sequence_parallel 1"
+        )
+    if m.schedule not in (None, "cyclic"):
+        found.append(
+            f"sequence_parallel = {n} needs steps that are spread over the whole row, which model.schedule = "
+            f"{m.schedule} has not (its steps lie on few ranks); use cyclic"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(m, name)
+        if heads % n:
+            choices = [i for i in range(1, heads + 1) if m.num_key_value_heads % i == 0]
+            found.append(
+                f"sequence_parallel = {n} does not divide model.{name} = {heads}, and attention is shared "
+                f"out by heads; use one of {', '.join(map(str, choices))}"
+            )
     return found
 
 
@@ -96,6 +127,12 @@ def check_against_data(config: Config, *, vocab_size: int, seq_len: int, sequenc
         raise ConfigError(
             f"model.vocab_size = {rows} is smaller than the data's tokenizer ({vocab_size} tokens); "
             f"set it to {vocab_size} or more, or leave it out"
+        )
+    n, groups = config.sequence_parallel, config.model.num_groups or 8
+    if n > 1 and seq_len % (n * groups):
+        raise ConfigError(
+            f"sequence_parallel = {n} x model.num_groups = {groups} does not divide the data's rows of "
+            f"{seq_len} tokens: a group's tokens must be spread evenly over the ranks"
         )
     total = config.total_steps(seq_len)
     tokens = seq_len * config.batch.global_batch

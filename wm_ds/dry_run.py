@@ -29,7 +29,8 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
     for whatever a real start would refuse.
     """
     ranks = launch_size()[2]
-    accumulation = config.batch.accumulation(ranks)
+    accumulation = config.accumulation(ranks)
+    n = config.sequence_parallel
     batches, holdout = open_data(config)
     hf = model_config(
         config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
@@ -61,7 +62,8 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
         f"{batches.rows:,} training sequences of {batches.seq_len}, {len(holdout):,} held out; "
         f"{total:,} steps of {config.batch.global_batch} = {total * tokens:,} tokens "
         f"({total * config.batch.global_batch / batches.rows:.2f} epochs)",
-        f"{accumulation} micro-batches of {config.batch.micro_batch} per rank and step",
+        f"{accumulation} micro-batches of {config.batch.micro_batch} per "
+        f"{f'group of {n} ranks (sequence_parallel)' if n > 1 else 'rank'} and step",
         f"warm-up {schedule['warmup']} steps; learning rate "
         + ", ".join(f"{learning_rate(p, **schedule):.3g} at step {p}" for p in points),
     ]
@@ -72,7 +74,7 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
             f"{cost.model * total * tokens:.3g} FLOP for the run"
         )
     for b in range(min(2, total)):
-        parts = batches.batch(b, 0, ranks, config.batch.micro_batch)
+        parts = batches.batch(b, 0, config.data_ranks(ranks), config.batch.micro_batch)
         samples = [int(i) for part in parts for i in part["sample_ids"]]
         valid = sum(int((part["labels"] != IGNORE).sum()) for part in parts)
         documents = sum(int(part["document_ids"].max(dim=1).values.add(1).sum()) for part in parts)

@@ -16,6 +16,11 @@ Clipping, `clip_rule`:
 The logged `grad_norm` is the raw one: of the reduced gradient for global; the mean over ranks of each rank's
 own for local.
 
+With `sequence_parallel: N` the N ranks of a group are given the same micro-batches; the model runs on its
+slice of the positions (sequence.py), and the loss is of these positions' labels, which are cut here. What is
+said of a rank and its own sequences above is then true of a group: the local rule first averages the gradient
+over it.
+
 Accumulation is in fp32 at every precision, stage and clip rule. DeepSpeed sums micro-batches' bf16 gradients
 in fp32 at stages 2 and 3 only; elsewhere, and wherever the local rule keeps it from reducing, the engine
 keeps an fp32 sum beside the bf16 gradient (`sums_own_gradients`): 4 more bytes a parameter.
@@ -36,8 +41,10 @@ from . import distributed, zero3
 from .config import Config
 from .distributed import Clock, World
 from .loss import IGNORE, TokenLoss
+from .model.shard import ALL, Shard
 from .optim import MuonAdamW, Row, learning_rate, parameter_table
 from .partition import fragments, masters, parameter_names
+from .sequence import SequenceShard
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 SPIKE_MEMORY = 0.98  # of the running mean and variance of the loss: about the last 50 steps
@@ -81,10 +88,12 @@ class Engine:
         config: Config,
         schedule: dict[str, Any],
         accumulation: int,
+        shard: Shard = ALL,
     ) -> None:
         self.ds, self.optimizer, self.world = ds, optimizer, world
         self.clip, self.clip_rule = config.optim.clip, config.optim.clip_rule
         self.guard, self.schedule, self.accumulation = config.guard, schedule, accumulation
+        self.shard = shard
         self.stage = int(ds.zero_optimization_stage())
         self.sums_own = sums_own_gradients(config, self.stage, accumulation)
         self.steps = 0
@@ -102,6 +111,15 @@ class Engine:
         """The Hugging Face model inside."""
         return self.ds.module.lm
 
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """(this rank's number, how many) among the ranks that work on different sequences."""
+        return self.world.rank // self.shard.ranks, self.world.size // self.shard.ranks
+
+    def _own_labels(self, micro_batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The micro-batches with the labels of this rank's positions only; all else stays whole."""
+        return [mb | {"labels": self.shard.share(mb["labels"], 1)} for mb in micro_batches]
+
     def step(self, micro_batches: list[dict[str, Tensor]]) -> StepResult:
         """One optimizer step on this rank's micro-batches of a global batch. Collective.
 
@@ -112,6 +130,7 @@ class Engine:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches given, the engine accumulates {self.accumulation}"
             )
+        micro_batches = self._own_labels(micro_batches)
         clock = Clock(self.world.device)
         self.ds.train()
         device = self.world.device
@@ -198,6 +217,7 @@ class Engine:
             if local:
                 with clock.of("optimizer"):
                     own = [p.grad for p in self.ds.module.parameters() if p.grad is not None]
+                    self.shard.mean_(own)
                     norm = math.sqrt(_squared_norm(own))
                     scale = self.clip / (norm + CLIP_EPS)
                     if not scale >= 1.0:  # also for a norm that is not a number: it must reach every rank
@@ -268,6 +288,8 @@ class Engine:
 
     def _samples(self, micro_batches: list[dict[str, Tensor]]) -> list[int]:
         own = [int(i) for mb in micro_batches if "sample_ids" in mb for i in mb["sample_ids"]]
+        if self.shard.rank > 0:  # the group's first rank has told them
+            own = []
         if not torch.distributed.is_initialized():
             return own
         everyone: list[Any] = [None] * self.world.size
@@ -282,6 +304,7 @@ class Engine:
 
         Every rank gives the same number of micro-batches (rows without labels where it has fewer).
         """
+        micro_batches = self._own_labels(micro_batches)
         self.ds.eval()
         if self.passes and "schedule" not in model_arguments:
             model_arguments["schedule"] = self.passes_schedule(1)
@@ -417,7 +440,11 @@ def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq
     """
     import deepspeed
 
-    accumulation = config.batch.accumulation(world.size)
+    accumulation = config.accumulation(world.size)
+    shard: Shard = ALL
+    if config.sequence_parallel > 1:
+        shard = SequenceShard(world, config.sequence_parallel, config.run.timeout_minutes)
+        lm.model.shard = shard
     table = table_for(config, lm)
     module = TokenLoss(lm)
     names = parameter_names(module)
@@ -440,4 +467,4 @@ def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq
         )
     optimizer.attach(masters(ds), fragments(ds), world.device)
     schedule = configuration.schedule_steps(config, seq_len)
-    return Engine(ds, optimizer, world, config, schedule, accumulation)
+    return Engine(ds, optimizer, world, config, schedule, accumulation, shard)

@@ -117,8 +117,11 @@ class Batch(_Section):
     micro_batch: int = Field(gt=0)
     """Sequences of one forward and backward on one rank."""
 
-    def accumulation(self, ranks: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError with the choices where it is no integer."""
+    def accumulation(self, ranks: int, name: str = "ranks") -> int:
+        """Micro-batches per rank and step, for `ranks` that work on different sequences.
+
+        Raises ConfigError with the choices where it is no integer; there they go by `name`.
+        """
         per_step = ranks * self.micro_batch
         if self.global_batch % per_step == 0:
             return self.global_batch // per_step
@@ -130,9 +133,9 @@ class Batch(_Section):
         if micro:
             hints.insert(0, f"micro_batch in {{{', '.join(map(str, micro))}}}")
         if self.global_batch % self.micro_batch == 0:
-            hints.append(f"{', '.join(map(str, rank_choices))} ranks")
+            hints.append(f"{', '.join(map(str, rank_choices))} {name}")
         raise ConfigError(
-            f"global_batch {self.global_batch} does not divide over {ranks} ranks x micro_batch "
+            f"global_batch {self.global_batch} does not divide over {ranks} {name} x micro_batch "
             f"{self.micro_batch}; use {', or '.join(hints)}"
         )
 
@@ -246,6 +249,11 @@ class Config(_Section):
     compile: bool = False
     """Compile layers and pool with torch.compile: the same results to rounding. The seconds it takes are
     logged; not at ZeRO stage 3, whose gathering hooks break the compiled graphs."""
+    sequence_parallel: int = Field(1, gt=0)
+    """N consecutive ranks work on the same sequences, each on a contiguous slice of their positions: for rows
+    too long for one device. Activations, logits and the pool are cut N ways; queries and outputs travel once
+    a layer, new pool entries once per group of tokens. N must divide the ranks, the heads (query and KV) and,
+    times num_groups, the sequence length. Only WhiteMatter with feedback and the cyclic schedule."""
     deepspeed: str = "ds_configs/zero2.json"
     """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
     it."""
@@ -258,6 +266,22 @@ class Config(_Section):
     evaluate: Evaluate = Evaluate()
     guard: Guard = Guard()
     log: Log = Log()
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many of `ranks` work on different sequences. Raises ConfigError where N does not divide."""
+        n = self.sequence_parallel
+        if ranks % n:
+            raise ConfigError(
+                f"sequence_parallel = {n} does not divide {ranks} rank{'s' * (ranks != 1)}; start a multiple "
+                f"of {n} of them"
+            )
+        return ranks // n
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches per rank and step on `ranks` ranks. Raises ConfigError where it is no integer."""
+        n = self.sequence_parallel
+        name = "ranks" if n == 1 else f"sequence groups of {n} ranks"
+        return self.batch.accumulation(self.data_ranks(ranks), name)
 
     def total_steps(self, seq_len: int) -> int:
         """Length in steps, for packed sequences of `seq_len` tokens."""

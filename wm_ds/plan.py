@@ -10,6 +10,9 @@ Not in any figure: what kernels use inside one call, the CUDA context and NCCL (
 allocator's fragmentation. `RESERVE` of the GPU is left free for them. Fake tensors take the paths of the CPU:
 attention kernels on CUDA (flash, flex) save other small tensors than those.
 
+With sequence_parallel every figure of a row is of one rank's part of it: the model runs as one rank of its
+group, with all-to-alls that go nowhere.
+
 w: bytes of a stored weight (bf16: 2, autocast and fp32: 4); P parameters, N GPUs, L layers, D width,
 k channels, G KV heads of width d, B rows of T tokens, V vocabulary.
 """
@@ -32,6 +35,7 @@ from .flops import training
 from .loss import CHUNK_LOGITS, document_mask
 from .memory import StorageTracker
 from .model.layout import document_positions
+from .model.shard import Shard
 from .optim import EXCHANGE_ELEMENTS, Row
 from .zero3 import default_gather, limits
 
@@ -90,7 +94,19 @@ def _variant(hf: PretrainedConfig, **fields: Any) -> PretrainedConfig:
     return type(hf)(**(kept | fields))
 
 
-def _measure(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> tuple[float, float]:
+class _PretendedShard(Shard):
+    """The first of some ranks that share a row: sizes as if there were others, numbers of no meaning."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().clone()
+
+
+def _measure(
+    hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int = 1
+) -> tuple[float, float]:
     """(kept, peak) bytes of one row of `length` tokens on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         with no_init_weights():
@@ -106,6 +122,7 @@ def _measure(hf: PretrainedConfig, length: int, precision: str, recompute: str) 
                 lm.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             lm.model.recompute = recompute
+            lm.model.shard = _PretendedShard(ranks)
         tracker = StorageTracker(lm.parameters())
         with tracker:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -116,37 +133,37 @@ def _measure(hf: PretrainedConfig, length: int, precision: str, recompute: str) 
         return kept, tracker.peaks["activations"]
 
 
-def body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> Body:
-    """One row of `length` tokens through the model's body."""
+def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int = 1) -> Body:
+    """One row of `length` tokens through the model's body, or one of `ranks` ranks' part of it."""
     layers = hf.num_hidden_layers
     shallow = max(2, getattr(hf, "num_kv_channels", 1))
     if layers > shallow + EXTRA_LAYERS:
         ends = []
         for depth in (shallow, shallow + EXTRA_LAYERS):
-            ends.append(
-                _body(_variant(hf, num_hidden_layers=depth, layer_types=None), length, precision, recompute)
-            )
+            shallower = _variant(hf, num_hidden_layers=depth, layer_types=None)
+            ends.append(_body(shallower, length, precision, recompute, ranks))
         slope = (layers - shallow) / EXTRA_LAYERS
         kept, peak = (
             getattr(ends[0], name) + slope * (getattr(ends[1], name) - getattr(ends[0], name))
             for name in ("kept", "peak")
         )
         return Body(kept, peak, ends[0].pool)
-    return _body(hf, length, precision, recompute)
+    return _body(hf, length, precision, recompute, ranks)
 
 
-def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> Body:
+def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int) -> Body:
     if hf.model_type == "qwen3":
         return Body(*_measure(hf, length, precision, recompute), 0.0)
     if hf.model_type != "whitematter" or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
-        return Body(*_measure(hf, length, precision, recompute), _pool_bytes(hf, length, precision))
+        pool = _pool_bytes(hf, length, precision) / ranks
+        return Body(*_measure(hf, length, precision, recompute, ranks), pool)
     # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.
     groups = 2 if "group" in recompute else 4
     short = -(-length // hf.num_groups) * groups
     small = [
         _measure(
             _variant(hf, num_groups=groups, grad_passes=passes, no_grad_passes=min(1, hf.no_grad_passes)),
-            short, precision, recompute,
+            short, precision, recompute, ranks,
         )
         for passes in (1, 2)
     ]  # fmt: skip
@@ -159,7 +176,8 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str) -> 
     # embedding and its final state.
     entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
     per_token = 4 * entries + (4 + _storage_dtype(precision).itemsize) * hf.hidden_size
-    return Body(full, full + (peak - more) + (length - short) * per_token, _pool_bytes(hf, length, precision))
+    worst = full + (peak - more) + (length - short) * per_token / ranks
+    return Body(full, worst, _pool_bytes(hf, length, precision) / ranks)
 
 
 def _mask_bytes(length: int, groups: int, w: int) -> float:
@@ -199,11 +217,11 @@ def plans(
     multi_pass = hf.model_type != "qwen3"
     if recomputes is None:
         recomputes = ("none", "layer", "group", "group+layer") if multi_pass else ("none", "layer")
-    per_gpu = config.batch.global_batch // gpus
+    per_gpu = config.batch.global_batch // config.data_ranks(gpus)
     if micro_batches is None:
         micro_batches = tuple(2**i for i in range(12) if per_gpu % 2**i == 0 and 2**i <= per_gpu)
     for recompute in recomputes:
-        measured = body(hf, length, config.precision, recompute)
+        measured = body(hf, length, config.precision, recompute, config.sequence_parallel)
         cost = training(hf, length, recompute)
         for stage in stages:
             gathers: tuple[str | None, ...] = (None,)
@@ -240,7 +258,8 @@ def plan(
     w = _storage_dtype(config.precision).itemsize
     total = sum(math.prod(r.shape) for r in rows)
     state = sum(math.prod(r.shape) * (4 if r.rule == "muon" else 8) for r in rows)
-    accumulation = config.batch.global_batch // (gpus * micro_batch)
+    accumulation = config.batch.global_batch // (config.data_ranks(gpus) * micro_batch)
+    own = length // config.sequence_parallel
     share = 1 / gpus
     multi_pass = hf.model_type != "qwen3"
     local = config.optim.clip > 0 and config.optim.clip_rule == "local"
@@ -268,7 +287,7 @@ def plan(
         # fp32 gradients of the own part, scaled; Muon's update and its exchange, there and back.
         step = 8 * total * cut + 4 * muon * cut + 12 * min(EXCHANGE_ELEMENTS, muon * cut)
         step += bucket - (min(buckets[0], total) * w * (2 if stage >= 2 else 1))
-    chunk = max(1, min(micro_batch * length, CHUNK_LOGITS // hf.vocab_size))
+    chunk = max(1, min(micro_batch * own, CHUNK_LOGITS // hf.vocab_size))
     logits = chunk * hf.vocab_size * (8 + (2 if config.precision != "fp32" else 4))
     head = 4 * hf.vocab_size * hf.hidden_size  # its gradient is made in forward, in fp32
     during_loss = measured.kept * micro_batch + logits + head
@@ -287,18 +306,41 @@ def plan(
     reduced = gradients if stage == 0 else w * total * share
     stepping = parts["parameters"] + parts["optimizer"] + reduced + step
     parts["buffers"] += max(0.0, stepping - sum(parts.values()))
-    return Plan(
-        stage, offload, gather, recompute, micro_batch, accumulation, parts,
-        optimizer + 4 * total * share if offload else 0.0,
-        traffic(hf, total, w, gpus, stage, gather, recompute, accumulation, muon_bytes(rows, stage, gpus)),
-        flops,
-    )  # fmt: skip
+    sent = traffic(hf, total, w, gpus, stage, gather, recompute, accumulation, muon_bytes(rows, stage, gpus))
+    if config.sequence_parallel > 1:
+        wide = 4 if config.precision == "fp32" else 2
+        tokens = micro_batch * accumulation * length
+        sent["shared rows"] = sequence_bytes(hf, tokens, wide, config.sequence_parallel, recompute)
+    host = optimizer + 4 * total * share if offload else 0.0
+    return Plan(stage, offload, gather, recompute, micro_batch, accumulation, parts, host, sent, flops)
 
 
 def muon_bytes(rows: list[Row], stage: int, gpus: int) -> float:
     """Bytes that Muon's exchange of pieces sends a step: all matrices there and back at stage 3."""
     matrices = 4 * sum(math.prod(r.shape) for r in rows if r.rule == "muon")
     return 2 * matrices / gpus if stage == 3 else 0.0
+
+
+def sequence_bytes(hf: PretrainedConfig, tokens: int, wide: int, ranks: int, recompute: str) -> float:
+    """Bytes that one of `ranks` ranks sends in the all-to-alls of a step over `tokens` tokens of shared rows.
+
+    `wide`: bytes of a number that travels, in the dtype of products. A layer sends its queries and outputs at
+    every traversal and in backward; new pool entries go once for every token and pass, and their gradients
+    back. The last layer runs in the last pass only, whose last group writes no entries.
+    """
+    layers, detached, graded = hf.num_hidden_layers, hf.no_grad_passes, hf.grad_passes
+    once = graded * (layers - 1) + 1  # traversals of a layer that carry gradient
+    traversals = (detached + graded) * (layers - 1) + 1 + once
+    if "layer" in recompute:
+        traversals += once
+    if "group" in recompute:
+        traversals += once + min(1, detached) * (layers - 1)
+    if recompute == "group+layer":
+        traversals -= 1 / hf.num_groups  # the last group's step is made again up to its last layer only
+    writes = 1 + detached + graded - 1 / hf.num_groups + 1 + graded - 1 / hf.num_groups
+    queries = 2 * hf.num_attention_heads * hf.head_dim
+    entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
+    return tokens / ranks * (ranks - 1) / ranks * wide * (queries * traversals + entries * writes)
 
 
 def traffic(

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(dry_run(config, json))
             return 0
         # What the file and the launch contradict is refused before ranks meet and anything is built.
-        config.batch.accumulation(distributed.launch_size()[2])
+        config.accumulation(distributed.launch_size()[2])
         open_data(config)
         world = distributed.init(config.run.timeout_minutes)
     except REFUSED as error:
@@ -132,7 +132,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
         clear_markers(config.run.dir)
 
     reason = None
-    with batches.iterate(engine.steps, world.rank, world.size, config.batch.micro_batch) as stream:
+    with batches.iterate(engine.steps, *engine.data_rank, config.batch.micro_batch) as stream:
         metrics.start()
         while engine.steps < total and reason is None:
             watchdog.beat(engine.steps + 1)
@@ -173,14 +173,15 @@ def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
 
 def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
     """Take the run directory for this launch, after checking that it is this run's."""
-    accumulation = config.batch.accumulation(world.size)
+    accumulation = config.accumulation(world.size)
     notes = rundir.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
     attempt = join(config.run.dir, solo=world.size == 1)
     positions = config.batch.global_batch * batches.seq_len
     print(
         f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
         f"{config.total_steps(batches.seq_len)} steps of {config.batch.global_batch} x {batches.seq_len} = "
-        f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per rank)",
+        f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per "
+        f"{f'group of {config.sequence_parallel} ranks' if config.sequence_parallel > 1 else 'rank'})",
         flush=True,
     )
     for note in notes:
@@ -196,8 +197,8 @@ def due(every: int | None, step: int, total: int) -> bool:
 def evaluate(config: Config, engine: Engine, holdout: PackedSequences, metrics: Metrics) -> None:
     """Held-out loss with the trained number of passes, and with twice as many."""
     start = time.perf_counter()
-    world, micro = engine.world, config.batch.micro_batch
-    rows = list(evaluation_batches(holdout, world.rank, world.size, micro, config.evaluate.sequences))
+    micro = config.batch.micro_batch
+    rows = list(evaluation_batches(holdout, *engine.data_rank, micro, config.evaluate.sequences))
     loss, tokens = engine.evaluate(rows)
     losses = {"holdout_loss": loss}
     if config.evaluate.double_passes and engine.passes:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .flex import attend_in_blocks, block_mask
+from .shard import ALL, Shard
 
 # A step's queries are cut into this many runs, each against its own key prefix: that skips most of the masked
 # half of causal attention. More runs mean smaller products; four was best on CPU.
@@ -42,11 +43,13 @@ class Slots:
     """What one step's queries see: for each run of queries its size, its key prefix and its mask.
 
     A mask is additive, for sdpa, or a BlockMask, for flex_attention; that knows one run and all slots.
+    `shard` says which of the queries and heads are at hand.
     """
 
     sizes: list[int]
     lengths: list[int]
     masks: list[Tensor | BlockMask]
+    shard: Shard = ALL
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,16 @@ def _mask(run: range, visibility: Visibility, dtype: torch.dtype, device: torch.
 def attend(q_BHnd: Tensor, keys: list[Tensor], values: list[Tensor], slots: Slots) -> Tensor:
     """Softmax attention of the queries, run by run, in the keys' dtype.
 
-    keys[r] and values[r] are [B, G, m_r, d], with G dividing H. Returns [B, H, n, d].
+    keys[r] and values[r] are [B, G, m_r, d], with G dividing H. Returns [B, H, n, d]. Of a shard, q and the
+    result are its positions, keys and values its heads.
     """
-    q_BHnd = q_BHnd.to(keys[0].dtype)
+    q_BHnd = slots.shard.to_heads(q_BHnd.to(keys[0].dtype))
     if isinstance(slots.masks[0], BlockMask):
-        return attend_in_blocks(q_BHnd, keys[0], values[0], slots.masks[0])
+        out_BHnd = attend_in_blocks(q_BHnd, keys[0], values[0], slots.masks[0])
+        return slots.shard.to_positions(out_BHnd)
     grouped = q_BHnd.shape[1] != keys[0].shape[1]
     out = [
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
         for q, k, v, mask in zip(q_BHnd.split(slots.sizes, dim=2), keys, values, slots.masks)
     ]
-    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+    return slots.shard.to_positions(out[0] if len(out) == 1 else torch.cat(out, dim=2))

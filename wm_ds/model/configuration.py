@@ -275,6 +275,7 @@ from .modeling import *
 from .passes import *
 from .pool import *
 from .schedule import *
+from .shard import *
 from .tape import *
 """
 

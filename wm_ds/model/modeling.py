@@ -30,6 +30,7 @@ from .layout import Layout, lay_out
 from .passes import PassResult, run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
 from .schedule import Converged, Schedule
+from .shard import ALL, Shard
 
 
 class WhiteMatterPreTrainedModel(PreTrainedModel):
@@ -75,6 +76,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         entries_on_host: likewise, where the overwritten pool entries wait for backward.
         measure_residuals: keep each forward's per-pass residuals in `residuals` (how far a pass moved the
             pool, relative).
+        shard: this rank's part of the rows under sequence parallelism (shard.py); set by the trainer. Inputs
+            are whole rows on every rank, and `last_hidden_state` has the rank's positions only.
     """
 
     def __init__(self, config: WhiteMatterConfig) -> None:
@@ -86,6 +89,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self.entries_on_host = False
         self.measure_residuals = False
         self.residuals: Tensor | None = None
+        self.shard: Shard = ALL
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -133,7 +137,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = past_key_values if cache is None else cache
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and self.shard.ranks == 1
         if cache is None and use_cache:
             cache = WhiteMatterCache()
         cached = cached_tokens(cache, self.config.num_kv_channels)
@@ -162,11 +166,15 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         cache: Cache | None,
         keep_cache: bool,
     ) -> Tensor:
-        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        shard = self.shard
+        rows, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        if inputs_embeds is None:
+            x_BTD = self.embed_tokens(shard.share(input_ids, 1))
+        else:
+            x_BTD = shard.share(inputs_embeds, 1)
         if torch.is_grad_enabled() and not x_BTD.requires_grad:
             # Frozen embeddings: the passes' chain of steps still needs a differentiable start.
             x_BTD = x_BTD.detach().requires_grad_()
-        rows, length = x_BTD.shape[:2]
         if schedule is None:
             config = self.config
             schedule = config.training_schedule() if self.training else config.prefill_schedule()
@@ -177,15 +185,20 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             schedule = Schedule.exact()
         if isinstance(schedule, Schedule) and not torch.is_grad_enabled():
             schedule = schedule.capped(layout.width)
+        if shard.ranks > 1:
+            self._check_shard(schedule, layout, cached > 0 or keep_cache)
         x_BWD = layout.to_workspace(x_BTD)
-        rotary = rotary_table(layout.position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        position_BW = shard.share(layout.position_BW, 1)
+        rotary = rotary_table(position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
         if keep_cache and cached and self._decodes(layout, cache, compute_dtype(x_BWD)):
             self.residuals = None
             parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
             return self.norm(decode(*parts, x_BWD, rotary, layout.visibility.past_BP, cache))
         visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
         past = cached_pool(cache, self.config.num_kv_channels) if cached else None
-        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, keep_cache)
+        # A pass is measured by all of its entries, those of the last one included.
+        every_entry = keep_cache or (self.measure_residuals and not torch.is_grad_enabled())
+        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, every_entry)
         self.residuals = result.residuals
         if keep_cache:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
@@ -196,6 +209,26 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if self.dummy_key is None or layout.width != 1 or cache.layers[0].keys.dtype != dtype:
             return False
         return layout.real_BT is None or (layout.real_BT.shape[1] == 1 and bool(layout.real_BT.all()))
+
+    def _check_shard(self, schedule: Schedule | Converged, layout: Layout, cached: bool) -> None:
+        """Refuses what a part of a row cannot be: every step of the passes needs all ranks alike."""
+        cyclic = isinstance(schedule, Schedule) and schedule.kind == "cyclic"
+        problem = None
+        if self.config.model_type != "whitematter" or not self.config.feedback:
+            problem = "the model is not iterated over one shared pool"
+        elif not cyclic:
+            problem = "a step of the schedule is not spread over the whole row; only cyclic schedules are"
+        elif cached:
+            problem = "a cache holds whole rows; call the model with use_cache=False"
+        elif layout.column_BT is not None:
+            problem = "padding moves tokens over the row; use document_ids -1 for filler"
+        elif layout.width % (self.shard.ranks * schedule.groups):
+            problem = (
+                f"rows of {layout.width} positions are no multiple of {self.shard.ranks} ranks x "
+                f"{schedule.groups} groups, so that a group is not spread evenly"
+            )
+        if problem is not None:
+            raise ValueError(f"{self.shard.ranks} ranks cannot share rows (sequence parallelism): {problem}")
 
     def _evaluate(
         self,
@@ -246,6 +279,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             recompute=self._policy(),
             entries_on_host=self.entries_on_host,
             measure_residuals=self.measure_residuals,
+            shard=self.shard,
         )
 
     def _policy(self) -> str:

@@ -12,7 +12,7 @@ so that pass runs its layers detached and its pool with gradient, and nothing is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import Slots, Visibility, compute_dtype, slots_of
 from .pool import Pool
 from .schedule import Schedule
+from .shard import ALL, Shard
 from .tape import Tape, begin, columns, finish, ordered, overwrite, read, read_channel, write
 
 # Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
@@ -67,6 +68,7 @@ def run_passes(
     recompute: str = "none",
     entries_on_host: bool = False,
     measure_residuals: bool = False,
+    shard: Shard = ALL,
 ) -> PassResult:
     """Runs `schedule` over the embeddings of a workspace.
 
@@ -82,6 +84,8 @@ def run_passes(
             piece of the pool).
         entries_on_host: keep the entries that steps overwrite in the host's memory until backward.
         measure_residuals: report how far every pass moved the pool.
+        shard: which part of the row x_BWD, the rotary table and the result are (its positions). The dummies
+            are whole; visibility and schedule are the whole row's.
 
     Raises:
         ValueError: unknown recompute policy, or a cache together with gradient.
@@ -91,9 +95,12 @@ def run_passes(
     with_grad = torch.is_grad_enabled() and x_BWD.requires_grad
     if with_grad and past is not None:
         raise ValueError("gradient does not flow through a cache: call the model under torch.no_grad()")
-    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute)
-    tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype)
-    start, work = _plan(schedule, x_BWD.shape[1], keep_cache)
+    dummy_key, dummy_value = shard.share(dummy_key, 1), shard.share(dummy_value, 1)
+    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute, shard)
+    tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype, shard)
+    start, work = _plan(
+        schedule, x_BWD.shape[1] * shard.ranks, keep_cache, shard.ranks > 1 or measure_residuals
+    )
     residuals = x_BWD.new_zeros(schedule.passes, 2, dtype=torch.float32) if measure_residuals else None
 
     # The start is pooled like a pass of its own, number -1; without any detached pass it carries gradient.
@@ -107,7 +114,10 @@ def run_passes(
                 mode = "pool" if 0 <= part.turn == first_grad - 1 else "all"
                 if token is None:
                     token = begin(tape, x_BWD, dummy_key, dummy_value)
-            results.append(run.part(tape, part, mode, token, alone=len(parts) == 1))
+            keys, values, h_BnD = run.part(tape, part, mode, token, alone=len(parts) == 1)
+            if keys is not None:
+                keys, values = shard.entries(keys, values)
+            results.append((keys, values, h_BnD))
         # All parts of a step have read before the first one writes.
         for part, (keys, values, h_BnD) in zip(parts, results):
             relaxation = schedule.factor(part.turn)
@@ -132,9 +142,10 @@ def run_passes(
                 overwrite(tape.keys, tape.slots(part.positions), keys, relaxation)
                 overwrite(tape.values, tape.slots(part.positions), values, relaxation)
             if h_BnD is not None:
-                tape.hidden_BWD[:, columns(part.positions)] = h_BnD
+                tape.hidden_BWD[:, tape.columns(part.positions)] = h_BnD
     hidden_BWD = tape.hidden_BWD if token is None else finish(tape, token)
     if residuals is not None:
+        residuals = shard.total(residuals)
         residuals = (residuals[:, 0] / residuals[:, 1].clamp_min(1e-30)).sqrt()
     entries = [buffer[:, :, :, tape.offset :] for buffer in (tape.keys, tape.values)]
     return PassResult(hidden_BWD, *entries, residuals)
@@ -151,9 +162,10 @@ class _Run:
         rotary: tuple[Tensor, Tensor],
         visibility: Visibility,
         recompute: str,
+        shard: Shard,
     ) -> None:
         self.layers, self.pool, self.rotary = layers, pool, rotary
-        self.visibility, self.recompute = visibility, recompute
+        self.visibility, self.recompute, self.shard = visibility, recompute, shard
         self.device = x_BWD.device
         self.dtype = compute_dtype(x_BWD)
         self.no_token = x_BWD.new_zeros(())
@@ -163,13 +175,16 @@ class _Run:
         if positions not in self.masks:
             if self.recompute == "group+layer":
                 self.masks.clear()
-            self.masks[positions] = slots_of(positions, self.visibility, self.dtype, self.device)
+            slots = slots_of(positions, self.visibility, self.dtype, self.device)
+            self.masks[positions] = replace(slots, shard=self.shard)
         return self.masks[positions]
 
     def starts_anew(self, part: _Work, alone: bool) -> bool:
         """Whether the part's recomputation makes the entries that it overwrote once more, instead of finding
         them restored: those of the start come from the embeddings alone, for less than a hundredth of a
-        step's work. Parts of one step must find each other's, so only a part that is alone can."""
+        step's work. Parts of one step must find each other's, so only a part that is alone can; ranks that
+        share a row would have to send them again, and keep them instead."""
+        alone = alone and self.shard.ranks == 1
         return part.turn == 0 and part.needs_pool and alone and "group" in self.recompute
 
     def part(
@@ -205,7 +220,7 @@ class _Run:
     def _compute(
         self, tape: Tape, part: _Work, mode: str, token: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        cos, sin = (table[:, columns(part.positions)].contiguous() for table in self.rotary)
+        cos, sin = (table[:, tape.columns(part.positions)].contiguous() for table in self.rotary)
         with torch.set_grad_enabled(mode == "all"):
             link = self.no_token if token is None else token
             x_BnD = read(tape, part.positions, link)
@@ -279,9 +294,10 @@ def _empty_tape(
     dummy_value: Tensor,
     past: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
+    shard: Shard,
 ) -> Tape:
     """The buffers before the first step: dummy and cached tokens in place, the rest zero."""
-    rows, width = x_BWD.shape[:2]
+    rows, width = x_BWD.shape[0], x_BWD.shape[1] * shard.ranks
     cached = 0 if past is None else past[0].shape[3]
     channels, heads, head_dim = dummy_key.shape
     buffers = []
@@ -292,18 +308,20 @@ def _empty_tape(
             buffer[:, :, :, 1 : 1 + cached] = old
         buffers.append(buffer)
     x_BWD = x_BWD.detach()
-    return Tape(*buffers, x_BWD, torch.zeros_like(x_BWD), 1 + cached)
+    return Tape(*buffers, x_BWD, torch.zeros_like(x_BWD), 1 + cached, shard)
 
 
 @lru_cache(maxsize=64)
 def _plan(
-    schedule: Schedule, length: int, keep_cache: bool
+    schedule: Schedule, length: int, keep_cache: bool, whole_start: bool = False
 ) -> tuple[list[tuple[_Work, ...]], list[tuple[_Work, ...]]]:
     """Which results each part must produce, by a walk backwards over the schedule.
 
     `reach[i]` is the furthest position that reads position i's entry before it is next rewritten; an entry is
     needed only if that lies beyond i. A relaxed write reads the old entry, too: that is needed as much as the
     new one. Returns the pooling of the start (in pieces as large as the largest step) and the steps.
+    `whole_start`: its pieces are the first pass's parts, of which every rank of a shard has a share, and none
+    of its entries is left out, which a measured change of the first pass would count as zeros.
     """
     # Plain lists: the model also runs on meta and fake tensors, which have no values to decide by.
     reach = [length if keep_cache else -1] * length
@@ -322,7 +340,10 @@ def _plan(
         work.append(tuple(planned))
     unread = [i for i in range(length) if reach[i] > i]
     start = []
-    if unread:
+    if unread and whole_start:
+        first = [part.positions for parts in steps for part in parts if part.turn == 0]
+        start = [(_Work(positions, -1, True, False),) for positions in first]
+    elif unread:
         piece = max(len(part.positions) for parts in steps for part in parts)
         stop = unread[-1] + 1
         start = [

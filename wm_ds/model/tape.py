@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .shard import ALL, Shard
+
 
 @dataclass(eq=False)
 class Tape:
@@ -37,6 +39,7 @@ class Tape:
         x_BWD: embeddings of the workspace, without gradient.
         hidden_BWD: outputs of the last layer, filled by the last update of each position.
         offset: slot of workspace position 0, which is 1 + P.
+        shard: this rank's part of the row: x_BWD and hidden_BWD are its positions, the pool its heads.
     """
 
     keys: Tensor
@@ -44,6 +47,7 @@ class Tape:
     x_BWD: Tensor
     hidden_BWD: Tensor
     offset: int
+    shard: Shard = ALL
     grad_keys: Tensor | None = None
     grad_values: Tensor | None = None
     grad_x_BWD: Tensor | None = None
@@ -52,6 +56,10 @@ class Tape:
     def slots(self, positions: range) -> slice:
         """The buffer's slots of workspace positions."""
         return slice(self.offset + positions.start, self.offset + positions.stop, positions.step)
+
+    def columns(self, positions: range) -> slice:
+        """Workspace positions as a slice of a [B, W, …] tensor, those of this rank's part."""
+        return columns(self.shard.local(positions, self.x_BWD.shape[1]))
 
     def start_backward(self, grad_hidden_BWD: Tensor) -> None:
         """Allocates the accumulators; gradients are summed over steps in at least float32."""
@@ -70,7 +78,7 @@ class Tape:
 
 
 def columns(positions: range) -> slice:
-    """Workspace positions as a slice of a [B, W, …] tensor."""
+    """Positions as a slice of a [B, W, …] tensor."""
     return slice(positions.start, positions.stop, positions.step)
 
 
@@ -95,11 +103,11 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, positions: range, token: Tensor) -> Tensor:
         ctx.tape, ctx.positions, ctx.token_like = tape, positions, token.new_zeros(())
-        return tape.x_BWD.data[:, columns(positions)].contiguous()
+        return tape.x_BWD.data[:, tape.columns(positions)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple:
-        ctx.tape.grad_x_BWD[:, columns(ctx.positions)] += grad_x
+        ctx.tape.grad_x_BWD[:, ctx.tape.columns(ctx.positions)] += grad_x
         return None, None, ctx.token_like
 
 
@@ -146,7 +154,7 @@ class _Write(torch.autograd.Function):
             overwrite(tape.keys, slots, keys, relaxation)
             overwrite(tape.values, slots, values, relaxation)
         if h_BnD is not None:
-            tape.hidden_BWD[:, columns(positions)] = h_BnD
+            tape.hidden_BWD[:, tape.columns(positions)] = h_BnD
         return token.new_zeros(())
 
     @staticmethod
@@ -159,7 +167,7 @@ class _Write(torch.autograd.Function):
             if ctx.saved_tensors:
                 tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.saved_tensors
         if ctx.h_dtype is not None:
-            h_BnD = tape.grad_hidden_BWD[:, columns(ctx.positions)].to(ctx.h_dtype)
+            h_BnD = tape.grad_hidden_BWD[:, tape.columns(ctx.positions)].to(ctx.h_dtype)
         return None, None, None, None, token, keys, values, h_BnD
 
 
