@@ -319,8 +319,8 @@ class Reader:
     """
 
     _MOST_OPEN = 32
-    _MOST_MAPPED = 64 * 2**20
-    _PIECE = 2**23  # elements
+    _MOST_MAPPED = 32 * 2**20
+    _PIECE = 2**22  # elements
 
     def __init__(self, path: str | Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
