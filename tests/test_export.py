@@ -371,7 +371,7 @@ def test_memory_is_the_model_and_a_shard(tmp_path):
         "import re, sys\n"
         f"sys.path.insert(0, {str(Path(TOOL).parent.parent)!r})\n"
         "import tools.export_hf as tool\n"
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024 / 1e6\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1.024e-3\n"
         "before = peak()\n"
         "tool.main()\n"
         "print('PEAK', before, peak())\n"
