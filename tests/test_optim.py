@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.initialization import no_init_weights
 
+from wm_ds.build import model_class, model_config
+from wm_ds.config import load
+from wm_ds.engine import table_for
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
 from wm_ds.optim import MuonAdamW, OptimizerError, learning_rate, muon_scale, orthogonalize, parameter_table
 from wm_ds.partition import Fragment, Master
@@ -91,6 +97,67 @@ def test_vanilla_table_is_pinned():
     assert {n.removeprefix("model.layers.1."): r for n, r in rows.items() if "layers.1." in n} == expected
     assert rows["lm_head.weight"] == rows["model.embed_tokens.weight"] == ("adamw", 0.1)
     assert rows["model.norm.weight"] == ("adamw", 0.0)
+
+
+# (rule, decay) by name, the layer's number left out; every parameter of every shipped run is one of these.
+TABLE = {
+    **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("adamw", 0.1)),
+    **{f"model.layers.*.self_attn.{m}_proj.weight": ("muon", 0.1) for m in "qkvo"},
+    **{f"model.layers.*.mlp.{m}_proj.weight": ("muon", 0.1) for m in ("gate", "up", "down")},
+    **{f"model.layers.*.self_attn.{m}_norm.weight": ("adamw", 0.0) for m in "qk"},
+    **{f"model.layers.*.{m}_layernorm.weight": ("adamw", 0.0) for m in ("input", "post_attention")},
+    **{f"model.pool.{b}.{m}": ("muon", 0.1) for b in ("key", "value") for m in ("proj", "router_weight")},
+    **{f"model.pool.{b}.{m}_norm": ("adamw", 0.0) for b in ("key", "value") for m in ("source", "channel")},
+    **{f"model.pool.{b}.router_bias": ("adamw", 0.0) for b in ("key", "value")},
+    **dict.fromkeys(("model.pool.key.head_norm", "model.norm.weight"), ("adamw", 0.0)),
+    **dict.fromkeys(("model.dummy_key", "model.dummy_value"), ("adamw", 0.0)),
+}
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_table_of_every_shipped_run_is_pinned(path):
+    config = load(path)
+    hf = model_config(config.model, vocab_size=151_936, seq_len=2048, eos_id=0)
+    with torch.device("meta"), no_init_weights():
+        lm = model_class(hf)(hf)
+        lm.tie_weights()
+    rows = table_for(config, lm)
+    assert [r.name for r in rows] == [name for name, _ in lm.named_parameters()]
+    layers, family = hf.num_hidden_layers, config.model.family
+    expected = {"whitematter": ("q", "o"), "vanilla": tuple("qkvo"), "lckv": ("q", "o")}[family]
+    for row in rows:
+        assert (row.rule, row.decay) == TABLE[re.sub(r"\.\d+\.", ".*.", row.name)], row.name
+        stacked = row.name.startswith("model.pool.") and row.name.endswith("proj")
+        assert row.matrices == (hf.num_kv_channels if stacked else 1) or row.rule == "adamw"
+        if row.rule == "muon":  # rms: the size of an AdamW update
+            assert row.scale == pytest.approx(0.2 * math.sqrt(max(row.shape[-2:])))
+    for projection in expected:
+        of_layers = [r for r in rows if r.name.endswith(f"self_attn.{projection}_proj.weight")]
+        assert len(of_layers) == layers
+
+
+# Elements under Muon, summed by hand: D=512, I=1536, heads 6 and 3 of 96, p=2.
+BLOCK, KV = 2 * 512 * 576 + 3 * 512 * 1536, 2 * 512 * 288
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("paper_vanilla_16l", 16 * (BLOCK + KV)),
+        ("paper_vanilla_32l", 32 * (BLOCK + KV)),
+        ("paper_wm_k8", 16 * BLOCK + 8 * KV + 2 * 8 * 16 * 8 * 512),
+        ("paper_wm_k16", 16 * BLOCK + 16 * KV + 2 * 16 * 16 * 8 * 512),
+        ("ablation_static_k16", 16 * BLOCK + 16 * KV),
+        ("paper_lckv_w7", 16 * BLOCK + 8 * KV),
+    ],
+)
+def test_what_muon_updates_by_hand(name, elements):
+    config = load(CONFIGS[0].parent / f"{name}.yaml")
+    hf = model_config(config.model, vocab_size=151_936, seq_len=2048, eos_id=0)
+    with torch.device("meta"), no_init_weights():
+        rows = table_for(config, model_class(hf)(hf))
+    assert sum(math.prod(r.shape) for r in rows if r.rule == "muon") == elements
 
 
 @pytest.mark.parametrize("tied", [True, False])

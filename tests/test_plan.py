@@ -82,8 +82,12 @@ def test_states_by_hand() -> None:
     assert zero3.parts["gathered parameters"] == 2 * total
     assert zero0.parts["optimizer"] == 8 * zero1.parts["optimizer"]
     assert 8 * total < zero0.parts["optimizer"] < 12 * total
-    # Every group uses every weight, so a whole gradient exists at stage 3, too.
-    assert zero3.parts["gradients"] == 2 * total + 2 * total / 8
+    # Every group uses every weight, so a whole gradient exists at stage 3, too. Four micro-batches are summed
+    # in fp32: of the whole gradient by the engine, of the own part by DeepSpeed.
+    assert zero0.parts["gradients"] == zero1.parts["gradients"] == (2 + 4) * total
+    assert zero3.parts["gradients"] == 2 * total + 4 * total / 8
+    once, _ = planned(3, micro_batch=8)
+    assert once.parts["gradients"] == 2 * total + 2 * total / 8
 
 
 def test_activations_grow_with_the_micro_batch_and_nothing_else_does() -> None:
@@ -100,6 +104,9 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
     moved, _ = planned(3, offload=True)
     assert moved.parts["optimizer"] == 0
     assert moved.host >= kept.parts["optimizer"]
+    weights, _ = planned(3, offload=True, offload_weights=True)
+    assert weights.parts["parameters"] == 0
+    assert weights.host == moved.host + kept.parts["parameters"]
 
 
 def test_traffic_by_hand() -> None:

@@ -212,21 +212,3 @@ def test_a_directory_that_is_no_run_is_refused(data, tmp_path):
     assert refused.returncode == 2
     assert "is no run directory" in refused.stderr
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]
-
-
-def test_dry_run_shows_the_run_and_writes_nothing(capsys, data, tmp_path, monkeypatch):
-    path = run_file(tmp_path, data)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    assert train.main([str(path), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "optim:",
-        "gradient_clipping",
-        "model.pool.key.proj",
-        "optimizer state",
-        "step 1, rank 0: samples",
-    ):
-        assert part in shown
-    assert "1 micro-batches of 2 per rank" in shown
-    assert not (tmp_path / "run").exists()

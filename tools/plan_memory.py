@@ -8,14 +8,19 @@ For every ZeRO stage, recomputation and micro-batch that is sensible: the peak p
 spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
 make it. States are arithmetic; activations come from running the model on fake tensors (wm_ds/plan.py says
 how and what is left out). Runs on any machine, without a GPU.
+
+A node's host memory holds what is offloaded, for all its GPUs; with --host-memory, what needs more does not
+fit. Building needs no whole model there: weights are drawn and placed one by one (wm_ds/fresh.py). Writing a
+checkpoint in the background takes the optimizer's share again, where there is room (docs/checkpoints.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         "--nodes", type=int, default=1, help="nodes they are spread over (default %(default)s)"
     )
     parser.add_argument("--gpu-memory", type=float, required=True, help="GB of one GPU")
+    parser.add_argument("--host-memory", type=float, help="GB of one node's host memory for offload")
     parser.add_argument(
         "--length", type=int, help="tokens of a sequence (default: the packed data's, or 2048)"
     )
@@ -58,11 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="also list what does not fit")
     parser.add_argument("--json", action="store_true", help="everything as JSON, in bytes")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     try:
-        for name in ("gpus", "nodes", "gpu_memory"):
-            if getattr(options, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
+        for name in ("gpus", "nodes", "gpu_memory", "host_memory"):
+            value = getattr(options, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
         if options.gpus % options.nodes:
             raise ConfigError(f"--gpus {options.gpus} do not divide over --nodes {options.nodes}")
         config = load(options.config, options.overrides)
@@ -78,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OptimizerError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    room = options.gpu_memory * 1e9 * (1 - RESERVE)
+    host = math.inf if options.host_memory is None else options.host_memory * 1e9
+    room = Room(options.gpu_memory * 1e9 * (1 - RESERVE), host, options.gpus // options.nodes)
     best = recommend(found, room, length // config.sequence_parallel, options.nodes)
     if options.json:
         report = {
@@ -87,14 +95,27 @@ def main(argv: list[str] | None = None) -> int:
             "nodes": options.nodes,
             "length": length,
             "parameters": sum(torch.Size(r.shape).numel() for r in rows),
-            "room": room,
-            "plans": [asdict(p) | {"peak": p.peak, "fits": p.peak <= room} for p in found],
+            "room": room.gpu,
+            "host_room": None if math.isinf(room.host) else room.host,
+            "plans": [asdict(p) | {"peak": p.peak, "fits": room.holds(p)} for p in found],
             "recommended": None if best is None else found.index(best),
         }
         print(json.dumps(report, indent=2))
     else:
         print(text(options, config, rows, length, found, best, room))
     return 0 if best is not None else 1
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes to use: of one GPU, and of the host memory of a node with so many GPUs."""
+
+    gpu: float
+    host: float
+    gpus_per_node: int
+
+    def holds(self, plan: Plan) -> bool:
+        return plan.peak <= self.gpu and plan.host * self.gpus_per_node <= self.host
 
 
 def sizes(config: Config, length: int | None, vocabulary: int | None) -> tuple[int, int]:
@@ -112,7 +133,7 @@ def sizes(config: Config, length: int | None, vocabulary: int | None) -> tuple[i
 FLOPS, BETWEEN_NODES, INSIDE_NODE = 4e14, 50e9, 300e9
 
 
-def recommend(found: list[Plan], room: float, length: int, nodes: int) -> Plan | None:
+def recommend(found: list[Plan], room: Room, length: int, nodes: int) -> Plan | None:
     """What fits and should be fastest: computing and sending, one after the other. Offload, and gathering at
     every traversal of a multi-pass model, only where nothing else fits. `length`: a GPU's tokens of a row."""
 
@@ -122,7 +143,7 @@ def recommend(found: list[Plan], room: float, length: int, nodes: int) -> Plan |
         return (plan.hardware_flops or 0.0) * tokens / FLOPS + sent
 
     return min(
-        (p for p in found if p.peak <= room),
+        (p for p in found if room.holds(p)),
         key=lambda p: (
             p.offload,
             p.gather == "traversal" and any(q.gather == "step" for q in found),
@@ -155,15 +176,15 @@ def text(
     length: int,
     found: list[Plan],
     best: Plan | None,
-    room: float,
+    room: Room,
 ) -> str:
     """The table: of each stage and recomputation the largest micro-batch that fits, or all with --all."""
     total = sum(torch.Size(r.shape).numel() for r in rows)
     names = list(found[0].parts)
     lines = [
         f"{options.config}: {total:,} parameters, rows of {length}, precision {config.precision}; "
-        f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room / GIB:.1f} GiB to use) on {options.nodes} "
-        f"node{'s' * (options.nodes > 1)}"
+        f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room.gpu / GIB:.1f} GiB to use) on "
+        f"{options.nodes} node{'s' * (options.nodes > 1)}"
         + (f", each row on {config.sequence_parallel} GPUs" if config.sequence_parallel > 1 else ""),
         "GiB per GPU; states by arithmetic, activations from the model on fake tensors",
         f"{'ZeRO':22}{'recompute':12}{'mb':>4}{'acc':>5}"
@@ -176,11 +197,13 @@ def text(
         for key in dict.fromkeys((p.stage, p.offload, p.gather, p.recompute) for p in found):
             same = [p for p in found if (p.stage, p.offload, p.gather, p.recompute) == key]
             shown.append(
-                max((p for p in same if p.peak <= room), key=lambda p: p.micro_batch, default=same[0])
+                max((p for p in same if room.holds(p)), key=lambda p: p.micro_batch, default=same[0])
             )
     for plan in shown:
         cells = "".join(f"{size / GIB:>10.2f}" for size in plan.parts.values())
-        mark = " <-" if plan is best else "" if plan.peak <= room else "  does not fit"
+        mark = " <-" if plan is best else ""
+        if not room.holds(plan):
+            mark = "  does not fit" if plan.peak > room.gpu else "  exceeds the host memory"
         sent = sum(plan.traffic.values()) / GIB
         lines.append(f"{label(plan)}{cells}{plan.peak / GIB:>9.2f}{sent:>9.2f}{mark}")
     run = [options.config, *options.overrides]
@@ -191,9 +214,10 @@ def text(
         lines += [
             f"recommended: {command(' '.join(run), best, options.gpus, options.nodes)}",
             f"  each GPU sends a step, GiB: {spent}",
+            *(f"  {note}" for note in best.notes),
         ]
         if best.offload:
-            lines.append(f"  host memory per GPU: {best.host / GIB:.2f} GiB")
+            lines.append(f"  host memory per node: {best.host * room.gpus_per_node / GIB:.2f} GiB")
         if best.hardware_flops:
             lines.append(f"  hardware GFLOP per token with recomputation: {best.hardware_flops / 1e9:.3f}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """From a run's configuration to its data and to a Hugging Face causal language model with fresh weights.
 
-The weights depend on the seed and the model alone, not on ranks or ZeRO stage: every rank draws the whole
-model from the same seed, and DeepSpeed then partitions what all have in common.
+The weights depend on the seed and the model alone, not on ranks or ZeRO stage: every rank draws the same
+numbers from the same seed, and keeps what is its own.
 """
 
 from __future__ import annotations
@@ -97,22 +97,16 @@ def compile_seconds() -> float:
     return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
 
 
-def build_model(
-    hf_config: PretrainedConfig,
-    *,
-    seed: int,
-    recompute: str = "none",
-    entries_on_host: bool = False,
+def construct(
+    hf_config: PretrainedConfig, *, recompute: str = "none", entries_on_host: bool = False
 ) -> PreTrainedModel:
-    """The model with fresh fp32 weights drawn from `seed` (on the CPU, so the same on every machine).
+    """The model in fp32, its weights drawn from torch's default generator.
 
     `recompute`: none, layer, group or group+layer, see fields.Config.recompute; `entries_on_host`: see there.
     """
     # Vanilla's attention takes the mask of documents, which SDPA does.
     options = {"attn_implementation": "sdpa"} if hf_config.model_type == "qwen3" else {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        lm = model_class(hf_config)._from_config(hf_config, dtype=torch.float32, **options)
+    lm = model_class(hf_config)._from_config(hf_config, dtype=torch.float32, **options)
     if hf_config.model_type == "qwen3":
         if recompute == "layer":
             lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,3 +114,15 @@ def build_model(
         lm.model.recompute = recompute
         lm.model.entries_on_host = entries_on_host
     return lm
+
+
+def build_model(
+    hf_config: PretrainedConfig, *, seed: int, recompute: str = "none", entries_on_host: bool = False
+) -> PreTrainedModel:
+    """The model with fresh fp32 weights drawn from `seed` (on the CPU, so the same on every machine).
+
+    Training gives the same weights to its ranks without holding the whole model, see fresh.py.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return construct(hf_config, recompute=recompute, entries_on_host=entries_on_host)

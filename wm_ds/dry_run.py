@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import math
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from .distributed import launch_size
 from .engine import deepspeed_config, table_for
 from .flops import training
 from .loss import IGNORE
-from .optim import Row, format_table, learning_rate
+from .optim import format_table, learning_rate
+from .plan import GIB, Plan, configured
 from .zero3 import parameter_shapes
-
-GIB = 1 << 30
 
 
 def dry_run(config: Config, json: dict[str, Any]) -> str:
     """The resolved run, parameter table, memory plan, schedule and first batches as text.
 
+    The memory plan is the planner's (plan.py) for this run alone; the fake run that it needs takes seconds.
     The number of ranks is WORLD_SIZE, 1 where it is not set. Raises ConfigError, ShardError or OptimizerError
     for whatever a real start would refuse.
     """
@@ -55,8 +54,9 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
         "# parameters",
         format_table(rows),
         "",
-        f"# memory per rank, {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE), states only",
-        memory_plan(config, json, rows, ranks),
+        f"# memory and communication of one of {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
+        "# states by arithmetic, activations from the model run on fake tensors (wm_ds/plan.py)",
+        memory_plan(configured(config, json, hf, rows, batches.seq_len, ranks)),
         "",
         "# batches and schedule",
         f"{batches.rows:,} training sequences of {batches.seq_len}, {len(holdout):,} held out; "
@@ -86,40 +86,12 @@ def dry_run(config: Config, json: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def memory_plan(config: Config, json: dict[str, Any], rows: list[Row], ranks: int) -> str:
-    """Weights, gradients, masters and optimizer state of one rank by where they lie, as text.
-
-    Activations, buckets and fragmentation come on top. WhiteMatter and the local clip rule hold one whole
-    gradient on every rank at every stage: each parameter is used in every group of every pass, so none is
-    complete, and none can be reduced, before the end of backward.
-    """
-    zero = json.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    parameters = sum(math.prod(r.shape) for r in rows)
-    width = 2 if config.precision in ("bf16", "fp16") else 4
-    share = 1 / ranks
-    local = config.optim.clip > 0 and config.optim.clip_rule == "local"
-    whole_gradient = stage < 2 or local or config.model.family == "whitematter"
-    state = sum(math.prod(r.shape) * (4 if r.rule == "muon" else 8) for r in rows)
-    masters = 0 if stage == 0 and width == 4 else 4 * parameters
-    if stage == 3 and width == 4:
-        masters = 0  # the partitioned parameters are the masters
-    entries = [
-        ("weights", width * parameters * (share if stage == 3 else 1), "offload_param"),
-        ("gradients", width * parameters * (1 if whole_gradient else share), ""),
-        ("fp32 masters", masters * (share if stage >= 1 else 1), "offload_optimizer"),
-        ("optimizer state", state * (share if stage >= 1 else 1), "offload_optimizer"),
-    ]
-    lines = []
-    device = 0.0
-    for name, size, key in entries:
-        host = bool(key) and zero.get(key, {}).get("device") == "cpu"
-        device += 0 if host else size
-        note = " (host memory)" if host else ""
-        if name == "gradients" and whole_gradient and stage >= 2:
-            note = " (whole on every rank: " + (
-                "clip_rule local)" if local else "every group uses every weight)"
-            )
-        lines.append(f"{name:16} {size / GIB:8.3f} GiB{note}")
-    lines.append(f"{'on the device':16} {device / GIB:8.3f} GiB, activations and buckets come on top")
-    return "\n".join(lines)
+def memory_plan(found: Plan) -> str:
+    """A plan as text, a part a line."""
+    lines = [f"{name:20} {size / GIB:9.3f} GiB" for name, size in found.parts.items() if size]
+    lines.append(f"{'peak on the device':20} {found.peak / GIB:9.3f} GiB, and what the figures leave out")
+    if found.host:
+        lines.append(f"{'in host memory':20} {found.host / GIB:9.3f} GiB, by offload")
+    for name, size in found.traffic.items():
+        lines.append(f"{f'sent, {name}':26} {size / GIB:9.3f} GiB a step")
+    return "\n".join([*lines, *found.notes])

@@ -29,7 +29,7 @@ keeps an fp32 sum beside the bf16 gradient (`sums_own_gradients`): 4 more bytes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from . import config as configuration
 from . import distributed, zero3
 from .config import Config
 from .distributed import Clock, World
+from .fresh import place
 from .loss import IGNORE, TokenLoss
 from .model.shard import ALL, Shard
 from .optim import MuonAdamW, Row, learning_rate, parameter_table
@@ -432,11 +433,19 @@ def table_for(config: Config, lm: nn.Module) -> list[Row]:
     )
 
 
-def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq_len: int) -> Engine:
-    """Wrap `lm` (fp32, on the CPU, equal on all ranks) for training. Collective.
+def build(
+    config: Config,
+    json: dict[str, Any],
+    lm: nn.Module,
+    world: World,
+    seq_len: int,
+    values: Iterable[tuple[str, Tensor]] | None = None,
+) -> Engine:
+    """Wrap `lm` for training. Collective.
 
-    `json`: the checked content of the run's DeepSpeed file (config.load_deepspeed). Raises ConfigError where
-    the global batch does not divide over the ranks.
+    `lm` is equal on all ranks: fp32 on the CPU; or on the meta device with the `values` of its parameters,
+    which are then placed one by one (fresh.py). `json`: the checked content of the run's DeepSpeed file
+    (checks.load_deepspeed). Raises ConfigError where the global batch does not divide over the ranks.
     """
     import deepspeed
 
@@ -446,6 +455,9 @@ def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq
         shard = SequenceShard(world, config.sequence_parallel, config.run.timeout_minutes)
         lm.model.shard = shard
     table = table_for(config, lm)
+    full = deepspeed_config(config, json, accumulation, zero3.parameter_shapes(lm), world.size)
+    if values is not None:
+        place(lm, values, full, world.device)
     module = TokenLoss(lm)
     names = parameter_names(module)
     o = config.optim
@@ -459,7 +471,6 @@ def build(config: Config, json: dict[str, Any], lm: nn.Module, world: World, seq
         betas=o.betas,
         eps=o.eps,
     )
-    full = deepspeed_config(config, json, accumulation, zero3.parameter_shapes(lm), world.size)
     ds, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=full, dist_init_required=False)
     if ds.zero_optimization_stage() == 3:
         deepspeed.zero.register_external_parameter(

@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 
 from .build import model_class
 from .config import Config
+from .engine import sums_own_gradients
 from .flops import training
 from .loss import CHUNK_LOGITS, document_mask
 from .memory import StorageTracker
@@ -69,12 +70,13 @@ class Plan:
     accumulation: int
     parts: dict[str, float]
     host: float
-    """Bytes per GPU in the host's memory (offload)."""
+    """Bytes per GPU in the host's memory: what is offloaded, and the gradients that its update needs."""
     traffic: dict[str, float]
     """Bytes that each GPU sends in a step."""
     hardware_flops: float | None
     """Per token, recomputation included."""
-    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What costs more memory than one might think."""
 
     @property
     def peak(self) -> float:
@@ -233,9 +235,29 @@ def plans(
                     for micro in micro_batches:
                         yield plan(
                             config, hf, rows, length, gpus, measured, stage=stage, gather=gather,
-                            recompute=recompute, micro_batch=micro, offload=offload, buckets=buckets,
+                            recompute=recompute, micro_batch=micro, offload=offload,
+                            offload_weights=offload and stage == 3, buckets=buckets,
                             flops=None if cost is None else cost.hardware,
                         )  # fmt: skip
+
+
+def configured(
+    config: Config, json: dict[str, Any], hf: PretrainedConfig, rows: list[Row], length: int, gpus: int
+) -> Plan:
+    """The run as its configuration and its DeepSpeed file (`json`) say."""
+    zero = json.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    moved = {part: zero.get(f"offload_{part}", {}).get("device") == "cpu" for part in ("optimizer", "param")}
+    gather = (config.zero3.gather or default_gather(config.model.family)) if stage == 3 else None
+    cost = training(hf, length, config.recompute)
+    measured = body(hf, length, config.precision, config.recompute, config.sequence_parallel)
+    return plan(
+        config, hf, rows, length, gpus, measured,
+        stage=stage, gather=gather, recompute=config.recompute, micro_batch=config.batch.micro_batch,
+        offload=moved["optimizer"], offload_weights=moved["param"],
+        buckets=(int(zero.get("reduce_bucket_size", 5e8)), int(zero.get("allgather_bucket_size", 5e8))),
+        flops=None if cost is None else cost.hardware,
+    )  # fmt: skip
 
 
 def plan(
@@ -251,10 +273,15 @@ def plan(
     recompute: str,
     micro_batch: int,
     offload: bool = False,
+    offload_weights: bool = False,
     buckets: tuple[int, int] = (50_000_000, 50_000_000),
     flops: float | None = None,
 ) -> Plan:
-    """One way to run. See the module's text for what is arithmetic and what is measured."""
+    """One way to run. See the module's text for what is arithmetic and what is measured.
+
+    `offload` puts masters and optimizer state into the host's memory, `offload_weights` (stage 3) the cut
+    weights as well.
+    """
     w = _storage_dtype(config.precision).itemsize
     total = sum(math.prod(r.shape) for r in rows)
     state = sum(math.prod(r.shape) * (4 if r.rule == "muon" else 8) for r in rows)
@@ -269,8 +296,19 @@ def plan(
     masters = 0 if stage == 0 and w == 4 else 4 * total
     optimizer = (masters + state) * cut
     gradients = w * total * (1.0 if whole else share)
+    summed = config.precision == "bf16" and accumulation > 1  # micro-batches, in fp32 (engine.py)
+    notes = []
+    if whole and stage >= 2:
+        why = "every group of every pass uses every weight"
+        why = "optim.clip_rule = local clips before the reduction" if local else why
+        notes.append(f"gradients are whole on every GPU: {why}")
+    if summed and sums_own_gradients(config, stage, accumulation):
+        gradients += 4 * total
+        notes.append(
+            "micro-batches' bf16 gradients are summed in fp32: 4 more bytes a parameter on every GPU"
+        )
     if stage >= 2:
-        gradients += w * total * share
+        gradients += (4 if summed and not local else w) * total * share
     sizes = dict(limits(gather, [(r.name, r.shape) for r in rows])) if gather else {}
     gathered = 0.0
     if stage == 3:
@@ -293,7 +331,7 @@ def plan(
     during_loss = measured.kept * micro_batch + logits + head
     during_backward = measured.peak * micro_batch
     parts = {
-        "parameters": w * total * (share if stage == 3 else 1.0),
+        "parameters": 0.0 if offload_weights else w * total * (share if stage == 3 else 1.0),
         "gathered parameters": gathered,
         "gradients": gradients,
         "optimizer": 0.0 if offload else optimizer,
@@ -311,8 +349,8 @@ def plan(
         wide = 4 if config.precision == "fp32" else 2
         tokens = micro_batch * accumulation * length
         sent["shared rows"] = sequence_bytes(hf, tokens, wide, config.sequence_parallel, recompute)
-    host = optimizer + 4 * total * share if offload else 0.0
-    return Plan(stage, offload, gather, recompute, micro_batch, accumulation, parts, host, sent, flops)
+    host = (optimizer + 4 * total * share) * offload + w * total * share * offload_weights
+    return Plan(stage, offload, gather, recompute, micro_batch, accumulation, parts, host, sent, flops, notes)
 
 
 def muon_bytes(rows: list[Row], stage: int, gpus: int) -> float:

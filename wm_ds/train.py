@@ -20,13 +20,14 @@ from . import (
 from . import config as configuration
 from .agreement import Agreement
 from .attempt import Attempt, SupersededError, join
-from .build import build_model, compile_blocks, model_config, open_data
+from .build import compile_blocks, model_config, open_data
 from .checkpoint import CheckpointError, Checkpoints
 from .config import Config, ConfigError
 from .data import GlobalBatches, PackedSequences, evaluation_batches
 from .distributed import SetupError, World
 from .engine import Engine, TrainingFailed, build, deepspeed_config, table_for
 from .flops import training
+from .fresh import Shell
 from .metrics import Metrics, check_sinks
 from .observe import observe
 from .optim import format_table
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything and print the run, train nothing"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     started = time.monotonic()
     try:
         config = configuration.load(options.config, options.overrides)
@@ -95,17 +96,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     hf_config = model_config(
         config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
     )
-    lm = build_model(
-        hf_config,
-        seed=config.run.seed,
-        recompute=config.recompute,
-        entries_on_host=config.entries_on_host,
-    )
+    shell = Shell(hf_config, recompute=config.recompute, entries_on_host=config.entries_on_host)
     if config.compile:
-        compile_blocks(lm)
+        compile_blocks(shell.lm)
     if world.is_main:
-        print(format_table(table_for(config, lm)), flush=True)
-    engine = build(config, json, lm, world, batches.seq_len)
+        print(format_table(table_for(config, shell.lm)), flush=True)
+    engine = build(config, json, shell.lm, world, batches.seq_len, shell.values(config.run.seed))
     metrics = Metrics(
         config,
         total_steps=total,

@@ -44,6 +44,10 @@ class Case:
     """Every step has the first step's batch."""
     evaluate: bool = False
     """Evaluate between the steps, which disturbs stage 3's trace of parameters."""
+    streamed: bool = False
+    """The engine is given the weights one by one instead of a whole model, as the trainer does it."""
+    lopsided: bool = False
+    """Rows of 24 tokens; on 4 ranks with 2 micro-batches each, micro-batches have 0, 1, 20 or all labels."""
     ns_dtype: str = "float32"
     lr: float = 1e-2
     seed: int = 0
@@ -54,15 +58,20 @@ def offload(stage: int, *parts: str) -> dict[str, Any]:
     return {"stage": stage, **{f"offload_{p}": {"device": "cpu"} for p in parts}}
 
 
-def batch(step: int) -> dict[str, Tensor]:
+def batch(step: int, lopsided: bool = False) -> dict[str, Tensor]:
     """The global batch of a step: documents inside rows, and rows with 0, 1, 3 or all labels valid."""
     generator = torch.Generator().manual_seed(100 + step)
-    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    labels = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    valid = torch.tensor([0, 0, 0, 1, 3, LENGTH]).repeat_interleave(ROWS // 6)
-    valid = valid[torch.randperm(ROWS, generator=generator)] if step % 2 else valid
-    labels[torch.arange(LENGTH) >= valid[:, None]] = -100
-    documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+    length = 24 if lopsided else LENGTH
+    ids = torch.randint(1, VOCABULARY, (ROWS, length), generator=generator)
+    labels = torch.randint(1, VOCABULARY, (ROWS, length), generator=generator)
+    if lopsided:
+        for block, part in enumerate(labels.view(8, -1)):  # a micro-batch of a rank
+            part[(0, 1, 20, part.numel())[(block + block // 4 + step) % 4] :] = -100
+    else:
+        valid = torch.tensor([0, 0, 0, 1, 3, length]).repeat_interleave(ROWS // 6)
+        valid = valid[torch.randperm(ROWS, generator=generator)] if step % 2 else valid
+        labels[torch.arange(length) >= valid[:, None]] = -100
+    documents = torch.zeros(ROWS, length, dtype=torch.int32)
     documents[1::2, 4:] = 1
     documents[::3, 5:] = 2
     return {"input_ids": ids, "labels": labels, "document_ids": documents, "sample_ids": torch.arange(ROWS)}
@@ -112,18 +121,21 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
     }
 
 
+def hf_config(case: Case) -> Any:
+    """The Hugging Face configuration of a case's model."""
+    from wm_ds import config as configuration
+    from wm_ds.build import model_config
+
+    config = configuration.parse(settings(case, 1))
+    return model_config(config.model, vocab_size=VOCABULARY, seq_len=LENGTH, eos_id=0)
+
+
 def model(case: Case) -> torch.nn.Module:
     """The fresh model of a case: the same on every rank and in the parent; no parameter keeps a neutral
     start."""
-    from wm_ds import config as configuration
-    from wm_ds.build import build_model, model_config
+    from wm_ds.build import build_model
 
-    config = configuration.parse(settings(case, 1))
-    lm = build_model(
-        model_config(config.model, vocab_size=VOCABULARY, seq_len=LENGTH, eos_id=0),
-        seed=case.seed,
-        recompute=case.recompute,
-    )
+    lm = build_model(hf_config(case), seed=case.seed, recompute=case.recompute)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in lm.parameters():

@@ -14,6 +14,7 @@ from tests.dist import numerics
 from tests.dist.numerics import Case
 from wm_ds import config as configuration
 from wm_ds.engine import Engine, TrainingFailed, build
+from wm_ds.fresh import Shell
 from wm_ds.partition import fragments
 
 
@@ -28,8 +29,11 @@ def main(folder: Path) -> None:
 
 def play(case: Case, world: distributed.World) -> dict[str, Any]:
     config = configuration.parse(numerics.settings(case, world.size))
-    lm = numerics.model(case)
-    engine = build(config, {"zero_optimization": case.zero}, lm, world, numerics.LENGTH)
+    lm, values = numerics.model(case), None
+    if case.streamed:
+        values = ((name, p.detach().clone()) for name, p in lm.named_parameters())
+        lm = Shell(numerics.hf_config(case), recompute=case.recompute).lm
+    engine = build(config, {"zero_optimization": case.zero}, lm, world, numerics.LENGTH, values)
     answer: dict[str, Any] = {
         "losses": [],
         "norms": [],
@@ -60,7 +64,7 @@ def play(case: Case, world: distributed.World) -> dict[str, Any]:
 
 
 def micro_batches(case: Case, step: int, world: distributed.World) -> list[dict[str, torch.Tensor]]:
-    whole = numerics.batch(0 if case.fixed else step)
+    whole = numerics.batch(0 if case.fixed else step, case.lopsided)
     rows = torch.arange(numerics.ROWS).view(case.accumulation, world.size, -1)[:, world.rank]
     parts = [{k: v[part] for k, v in whole.items()} for part in rows]
     if case.poison and step in (1, 3, 4, 5) and world.rank == world.size - 1:

@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, data: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """(metrics of each step, final weights) of a run in bf16 autocast, with accumulation and recomputation."""
+    """(rows of metrics, final weights) of a run in bf16 autocast, with accumulation and recomputation."""
     raw = {
         "run": {"dir": str(folder / "run"), "deterministic": True, "timeout_minutes": 2.0},
         "model": {

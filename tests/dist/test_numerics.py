@@ -139,7 +139,9 @@ def reference(case: Case, ranks: int) -> dict:
     """Losses, raw norms, first gradient and final weights of a case in one process, with plain autograd."""
     local = case.clip_rule == "local" and case.clip > 0
     # What must not matter is taken out, so that many cases share one reference.
-    plain = replace(case, zero={}, recompute="none", evaluate=False, precision="fp32")
+    plain = replace(
+        case, zero={}, recompute="none", evaluate=False, streamed=False, precision="fp32"
+    )
     plain = plain if local else replace(plain, accumulation=1)
     return _reference(json.dumps(asdict(plain)), ranks if local else 1)
 
@@ -151,7 +153,9 @@ def _reference(plain: str, ranks: int) -> dict:
     optimizer = Reference(case, lm)
     found: dict = {"losses": [], "norms": []}
     for step in range(case.steps):
-        loss, grads, norm = gradients(case, lm, numerics.batch(0 if case.fixed else step), ranks)
+        loss, grads, norm = gradients(
+            case, lm, numerics.batch(0 if case.fixed else step, case.lopsided), ranks
+        )
         found["losses"].append(loss)
         found["norms"].append(norm)
         found.setdefault("gradients", grads)
@@ -197,10 +201,11 @@ def selection() -> dict[int, list[Case]]:
     """Cases per world size."""
     plan: dict[int, list[Case]] = {1: [], 2: [], 3: [], 4: []}
     for i, zero in enumerate(STAGES.values()):
-        plan[2].append(Case(zero, "whitematter", accumulation=(1, 2)[i % 2], recompute=RECOMPUTE[i % 4]))
-        plan[2].append(
-            Case(zero, "vanilla", accumulation=(4, 1, 2)[i % 3], recompute=RECOMPUTE[i % 2], tied=True)
-        )
+        streamed = i % 2 == 0
+        case = Case(zero, "whitematter", recompute=RECOMPUTE[i % 4], streamed=streamed)
+        plan[2].append(replace(case, accumulation=(1, 2)[i % 2]))
+        case = Case(zero, "vanilla", recompute=RECOMPUTE[i % 2], streamed=not streamed, tied=True)
+        plan[2].append(replace(case, accumulation=(4, 1, 2)[i % 3]))
         rule = ("local", "global")
         plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[i % 2], accumulation=2))
         plan[2].append(Case(zero, "vanilla", clip=0.3, clip_rule=rule[1 - i % 2]))
@@ -215,6 +220,9 @@ def selection() -> dict[int, list[Case]]:
     plan[4].append(Case(STAGES["zero3"], "whitematter", accumulation=4, update_scale="spectral"))
     plan[4].append(Case(STAGES["zero2"], "whitematter", recompute="group", accumulation=2, clip=0.3))
     plan[4].append(Case(STAGES["zero3_offload"], "vanilla", optimizer="adamw", evaluate=True))
+    for stage, family, rule in (("zero1", "vanilla", "global"), ("zero3", "whitematter", "local")):
+        case = Case(STAGES[stage], family, accumulation=2, lopsided=True, steps=3)
+        plan[4].append(replace(case, clip=0.3, clip_rule=rule, streamed=True))
     plan[2].append(Case(STAGES["zero3"], "whitematter", recompute="group", evaluate=True))
     plan[2].append(Case(STAGES["zero2"], "lckv", accumulation=2))
     return plan
@@ -247,6 +255,23 @@ def test_full_product(stage: str, ranks: int) -> None:
 
 
 # Beyond exactness
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_weights_given_one_by_one_train_like_a_whole_model(precision: str) -> None:
+    """Bit for bit, at every stage: the same engine comes out of both ways to build it."""
+    cases = [
+        Case(zero, "whitematter", precision=precision, recompute="group", steps=2, streamed=streamed)
+        for zero in (*STAGES.values(), {"stage": 3, "zero_hpz_partition_size": 2})
+        for streamed in (False, True)
+    ]
+    results = numerics.run(2, cases)
+    for case, whole, streamed in zip(cases[::2], results[::2], results[1::2]):
+        for one, other in zip(whole, streamed):
+            assert one["losses"] == other["losses"], case
+        weights = assemble([r["weights"] for r in whole])
+        for name, weight in assemble([r["weights"] for r in streamed]).items():
+            assert torch.equal(weight, weights[name]), (name, case)
 
 
 def test_stages_agree_bit_for_bit() -> None:

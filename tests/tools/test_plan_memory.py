@@ -62,12 +62,31 @@ def test_nothing_fits(config: str, capsys) -> None:
     assert "nothing fits" in capsys.readouterr().out
 
 
+def test_offload_must_fit_the_host(config: str, capsys) -> None:
+    """Both GPUs of the node offload into one host's memory."""
+    arguments = [config, *ARGUMENTS, "--gpu-memory", "1", "--json", "--host-memory"]
+
+    def fitting(host_memory: float) -> tuple[list[dict], list[dict]]:
+        assert main([*arguments, str(host_memory)]) == 0
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        return [p for p in plans if p["fits"]], [p for p in plans if p["offload"]]
+
+    fits, offloaded = fitting(1)
+    assert all(p in fits for p in offloaded)
+    assert all(p["host"] > 0 for p in offloaded)
+    least = min(p["host"] for p in offloaded)
+    fits, offloaded = fitting(2 * least / 1e9 * 0.999)
+    assert fits
+    assert not any(p in fits for p in offloaded)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--gpus", "3", "--gpu-memory", "80", "--nodes", "2"], "--gpus 3 do not divide over --nodes 2"),
         (["--gpus", "3", "--gpu-memory", "80"], "global_batch 4 does not divide over 3 ranks"),
         (["--gpus", "2", "--gpu-memory", "-1"], "--gpu-memory -1.0: must be positive"),
+        (["--gpus", "2", "--gpu-memory", "1", "--host-memory", "0"], "--host-memory 0.0: must be positive"),
     ],
 )
 def test_bad_arguments_are_one_line(config: str, extra: list[str], message: str, capsys) -> None:
