@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.plan_memory import main
+from tools.plan_memory import Room, main
+from wm_ds.plan import Plan
 
 
 @pytest.fixture
@@ -63,21 +64,19 @@ def test_nothing_fits(config: str, capsys) -> None:
 
 
 def test_offload_must_fit_the_host(config: str, capsys) -> None:
-    """Both GPUs of the node offload into one host's memory."""
-    arguments = [config, *ARGUMENTS, "--gpu-memory", "1", "--json", "--host-memory"]
-
-    def fitting(host_memory: float) -> tuple[list[dict], list[dict]]:
-        assert main([*arguments, str(host_memory)]) == 0
-        plans = json.loads(capsys.readouterr().out)["plans"]
-        return [p for p in plans if p["fits"]], [p for p in plans if p["offload"]]
-
-    fits, offloaded = fitting(1)
-    assert all(p in fits for p in offloaded)
-    assert all(p["host"] > 0 for p in offloaded)
-    least = min(p["host"] for p in offloaded)
-    fits, offloaded = fitting(2 * least / 1e9 * 0.999)
-    assert fits
-    assert not any(p in fits for p in offloaded)
+    """Both GPUs of the node offload into one host's memory; 1 kB is too little for either."""
+    assert main([config, *ARGUMENTS, "--gpu-memory", "1", "--host-memory", "1e-6", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {p["offload"] for p in plans} == {True, False}
+    for found in plans:
+        assert found["fits"] != found["offload"]
+        assert (found["host"] > 0) == found["offload"]
+    moved = next(
+        Plan(**{k: v for k, v in p.items() if k not in ("peak", "fits")}) for p in plans if p["offload"]
+    )
+    assert Room(1e9, 2 * moved.host, 2).holds(moved)
+    assert not Room(1e9, 2 * moved.host - 1, 2).holds(moved)
+    assert not Room(moved.peak - 1, 1e9, 2).holds(moved)
 
 
 @pytest.mark.parametrize(
