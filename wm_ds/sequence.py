@@ -6,9 +6,9 @@ and the all-to-alls. They are DeepSpeed's Ulysses exchange (`deepspeed.sequence.
 can see.
 
 What of DeepSpeed's is not used, and why:
-* `DistributedAttention` sends queries, keys and values of every layer, wants them equally long, and makes
-  three all-to-alls of it. Here keys and values of all layers are the pool's k channels, which change once per
-  step of the schedule; they are held by heads for the whole row and never travel for a layer.
+* `DistributedAttention` sends queries, keys and values of every layer, in three all-to-alls. Here keys and
+  values of all layers are the pool's k channels, which change once per step of the schedule; they are held by
+  heads for the whole row and never travel for a layer.
 * `_SeqAllToAll` under it is an autograd function that dynamo inlines, with a zero gradient (DeepSpeed says so
   itself); it is exact in eager mode only.
 * An `mpu` that tells DeepSpeed's engine of sequence groups: ZeRO would then reduce over the same ranks as it

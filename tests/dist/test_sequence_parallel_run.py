@@ -10,6 +10,7 @@ import yaml
 
 from tests import toy_corpus
 from tests.dist.checkpoint_launch import finish, logs, start_trainer
+from wm_ds.train import main
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -65,6 +66,19 @@ def unbroken(tmp_path_factory, config) -> Path:
     base = tmp_path_factory.mktemp("unbroken")
     train(base, config, 2)
     return base / "run"
+
+
+def test_dry_run_counts_batches_by_groups_of_ranks(tmp_path, config, monkeypatch, capsys) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": config["run"] | {"dir": str(tmp_path / "run")}}))
+    assert main([str(path), "--dry-run"]) == 0
+    assert "2 micro-batches of 2 per group of 2 ranks" in capsys.readouterr().out
+    assert main([str(path), "sequence_parallel=1", "--dry-run"]) == 0
+    assert "1 micro-batches of 2 per rank" in capsys.readouterr().out
+    assert main([str(path), "model.num_groups=6", "--dry-run"]) == 2
+    assert "2 x model.num_groups = 6 does not divide the data's rows of 32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
