@@ -49,7 +49,7 @@ def play(m: Metrics) -> None:
     m.evaluation(2, {"holdout_loss": 2.75, "holdout_loss_double_passes": 2.5}, 640, 0.1)
     m.step(result(3, 9.0, spike=7.5, samples=[4, 5]), total_tokens=2700, data_s=0.5, extra={})
     skipped = result(4, math.nan, skipped="loss is nan", samples=[6, 7])
-    m.step(skipped, total_tokens=3600, data_s=0.5, extra={})
+    m.step(skipped, total_tokens=3600, data_s=0.5, extra={"residuals": [math.nan, math.inf]})
     m.close()
 
 
@@ -73,6 +73,7 @@ def test_every_step_has_a_row_with_what_it_was(tmp_path):
     assert (evaluation["step"], evaluation["holdout_tokens"]) == (2, 640)
     assert (spike["spike"], spike["samples"]) == (7.5, [4, 5])
     assert (skipped["loss"], skipped["skipped"], skipped["samples"]) == ("nan", "loss is nan", [6, 7])
+    assert skipped["residuals"] == ["nan", "inf"]
 
 
 def test_utilisation_is_work_over_the_devices_peak(tmp_path, monkeypatch):

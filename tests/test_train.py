@@ -169,6 +169,31 @@ def test_compiled_blocks_train_alike_and_say_what_compiling_took(straight, data,
     assert "went into torch.compile" in done.stdout
 
 
+def test_steps_without_a_finite_loss_end_the_run_and_leave_its_checkpoint(data, tmp_path):
+    """The first update, of an absurd size, spoils the weights; every step after it is skipped."""
+    path = run_file(tmp_path, data)
+    absurd = ("optim.lr=1e30", "optim.warmup=0", "guard.max_skipped=3", "checkpoint.every=1")
+    failed = launch(path, *absurd)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "3 steps in a row were skipped (guard.max_skipped = 3)" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    first, *others = rows(tmp_path / "run", "loss")
+    assert "skipped" not in first
+    assert [row["step"] for row in others] == [2, 3]
+    for row in others:
+        assert row["skipped"]
+        assert len(row["samples"]) == 4
+    from wm_ds.checkpoint import find_latest, load_weights, verify
+
+    latest = find_latest(tmp_path / "run")
+    assert latest.name == "step_00000003"
+    verify(latest)
+    before, after = (dict(load_weights(latest.parent / f"step_{n:08d}")) for n in (2, 3))
+    assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the weights"
+    assert not (tmp_path / "run" / "done").exists()
+    assert not (tmp_path / "run" / "stopped").exists()
+
+
 def refusal(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:
     assert train.main([str(path), *overrides]) == 2
     captured = capsys.readouterr()

@@ -99,8 +99,8 @@ class Metrics:
         row: dict[str, Any] = {
             "attempt": self.attempt,
             "step": result.step,
-            "loss": _number(result.loss),
-            "grad_norm": _number(result.grad_norm),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": total_tokens,
             "tokens_per_s": round(tokens_per_s, 1),
@@ -143,7 +143,7 @@ class Metrics:
         """One row for an evaluation: `holdout_loss` and what else was measured beside it."""
         if not self.active:
             return
-        row = {"attempt": self.attempt, "step": step, **{k: _number(v) for k, v in losses.items()}}
+        row = {"attempt": self.attempt, "step": step, **losses}
         row.update(holdout_tokens=tokens, holdout_s=round(seconds, 3))
         self._write(row)
         self._scalars({k: v for k, v in row.items() if k in losses}, step)
@@ -179,7 +179,7 @@ class Metrics:
             self._wandb.finish()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
     def _scalars(self, row: dict[str, Any], step: int) -> None:
         flat = {k: v for k, v in _flatten(row) if k not in ("attempt", "step", "samples")}
@@ -246,9 +246,13 @@ def last_step(path: Path) -> int:
     return highest
 
 
-def _number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they are written as text."""
-    return value if math.isfinite(value) else str(value)
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: wherever they stand, they are written as text."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flatten(row: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
@@ -258,8 +262,8 @@ def _flatten(row: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
         if isinstance(value, dict):
             found += _flatten(value, f"{name}/")
         elif isinstance(value, list):
-            found += [(f"{name}/{i}", v) for i, v in enumerate(value) if isinstance(v, int | float)]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found += _flatten({str(i): v for i, v in enumerate(value)}, f"{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found.append((name, value))
     return found
 
