@@ -64,12 +64,22 @@ def run(**more: object) -> configuration.Config:
     return configuration.parse(raw | more)
 
 
-def planned(stage: int, **more: object):
+def planned(stage: int, entries_on_host: bool = False, **more: object):
     lm = whitematter((2, 64, 64), 2)
     rows = parameter_table([(n, tuple(p.shape)) for n, p in lm.named_parameters()])
     arguments = {"gather": "step" if stage == 3 else None, "recompute": "group", "micro_batch": 2}
-    found = plan(run(), lm.config, rows, 64, 8, Body(5e6, 2e7, 1e7), stage=stage, **(arguments | more))
+    body = Body(5e6, 2e7, 1e7, 3e6)
+    config = run(entries_on_host=entries_on_host)
+    found = plan(config, lm.config, rows, 64, 8, body, stage=stage, **(arguments | more))
     return found, sum(p.numel() for p in lm.parameters())
+
+
+def test_entries_on_the_host_leave_the_gpu() -> None:
+    here, _ = planned(2)
+    there, _ = planned(2, entries_on_host=True)
+    assert here.parts["pool"] - there.parts["pool"] == 2 * 3e6
+    assert there.host - here.host == 2 * 3e6
+    assert here.parts["activations"] == there.parts["activations"]
 
 
 def test_states_by_hand() -> None:

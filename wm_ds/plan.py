@@ -50,12 +50,13 @@ class Body:
     """Bytes of one row through the model's body, apart from parameters and their gradients.
 
     `kept` is alive between forward and backward, `peak` at the worst moment; `pool` is the pool's part of
-    `peak`: its buffers, their gradients and the overwritten entries.
+    `peak`: its buffers, their gradients and the overwritten entries; `entries` is these entries' part.
     """
 
     kept: float
     peak: float
     pool: float
+    entries: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
             getattr(ends[0], name) + slope * (getattr(ends[1], name) - getattr(ends[0], name))
             for name in ("kept", "peak")
         )
-        return Body(kept, peak, ends[0].pool)
+        return Body(kept, peak, ends[0].pool, ends[0].entries)
     return _body(hf, length, precision, recompute, ranks)
 
 
@@ -157,8 +158,8 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ran
     if hf.model_type == "qwen3":
         return Body(*_measure(hf, length, precision, recompute), 0.0)
     if hf.model_type != "whitematter" or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
-        pool = _pool_bytes(hf, length, precision) / ranks
-        return Body(*_measure(hf, length, precision, recompute, ranks), pool)
+        pool, waiting = _pool_bytes(hf, length, precision, recompute, ranks)
+        return Body(*_measure(hf, length, precision, recompute, ranks), pool, waiting)
     # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.
     groups = 2 if "group" in recompute else 4
     short = -(-length // hf.num_groups) * groups
@@ -172,14 +173,16 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ran
     # Kept is so much per token and pass; the masks alone grow with the square of the length.
     (kept, _), (more, peak) = small
     ratio, w = length / short, 2 if precision != "fp32" else 4
-    full = ratio * (kept - _mask_bytes(short, groups, w) + (hf.grad_passes - 1) * (more - kept))
-    full += _mask_bytes(length, hf.num_groups, w)
+    alive = (1, 1) if recompute == "group+layer" else (groups, hf.num_groups)  # groups whose masks are kept
+    full = kept - alive[0] / groups * _mask_bytes(short, groups, w)
+    full = ratio * (full + (hf.grad_passes - 1) * (more - kept))
+    full += alive[1] / hf.num_groups * _mask_bytes(length, hf.num_groups, w)
     # Backward holds one group's working set and, for every token, gradients of its pool entries, its
     # embedding and its final state.
     entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
     per_token = 4 * entries + (4 + _storage_dtype(precision).itemsize) * hf.hidden_size
     worst = full + (peak - more) + (length - short) * per_token / ranks
-    return Body(full, worst, _pool_bytes(hf, length, precision) / ranks)
+    return Body(full, worst, *_pool_bytes(hf, length, precision, recompute, ranks))
 
 
 def _mask_bytes(length: int, groups: int, w: int) -> float:
@@ -189,12 +192,17 @@ def _mask_bytes(length: int, groups: int, w: int) -> float:
     return length * length * (runs + 1) / (2 * runs) * w
 
 
-def _pool_bytes(hf: PretrainedConfig, length: int, precision: str) -> float:
+def _pool_bytes(
+    hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int
+) -> tuple[float, float]:
+    """Buffer, its gradient and the overwritten entries that wait for backward; and these entries alone."""
     w = 2 if precision != "fp32" else 4
     channels = getattr(hf, "num_kv_channels", 1)
-    entries = 2 * channels * hf.num_key_value_heads * hf.head_dim * length
+    entries = 2 * channels * hf.num_key_value_heads * hf.head_dim * length / ranks
     passes = hf.grad_passes + min(1, hf.no_grad_passes)
-    return entries * (w + 4 + w * passes)
+    if "group" in recompute and hf.no_grad_passes <= 1 and ranks == 1:
+        passes -= 1  # the start's entries are made again (passes.py)
+    return entries * (w + 4 + w * passes), entries * w * passes
 
 
 # States, by arithmetic
@@ -328,15 +336,16 @@ def plan(
     chunk = max(1, min(micro_batch * own, CHUNK_LOGITS // hf.vocab_size))
     logits = chunk * hf.vocab_size * (8 + (2 if config.precision != "fp32" else 4))
     head = 4 * hf.vocab_size * hf.hidden_size  # its gradient is made in forward, in fp32
-    during_loss = measured.kept * micro_batch + logits + head
-    during_backward = measured.peak * micro_batch
+    moved = measured.entries * config.entries_on_host
+    during_loss = (measured.kept - moved) * micro_batch + logits + head
+    during_backward = (measured.peak - moved) * micro_batch
     parts = {
         "parameters": 0.0 if offload_weights else w * total * (share if stage == 3 else 1.0),
         "gathered parameters": gathered,
         "gradients": gradients,
         "optimizer": 0.0 if offload else optimizer,
         "activations": max(0.0, measured.peak - measured.pool) * micro_batch,
-        "pool": min(measured.pool, measured.peak) * micro_batch,
+        "pool": (min(measured.pool, measured.peak) - moved) * micro_batch,
         "logits": max(0.0, during_loss - gradients - during_backward),
         "buffers": bucket,
     }
@@ -350,6 +359,7 @@ def plan(
         tokens = micro_batch * accumulation * length
         sent["shared rows"] = sequence_bytes(hf, tokens, wide, config.sequence_parallel, recompute)
     host = (optimizer + 4 * total * share) * offload + w * total * share * offload_weights
+    host += moved * micro_batch
     return Plan(stage, offload, gather, recompute, micro_batch, accumulation, parts, host, sent, flops, notes)
 
 
