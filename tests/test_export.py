@@ -235,8 +235,8 @@ def watched_export(run: Path, out: Path) -> tuple[Path, dict, dict, dict]:
     with pytest.MonkeyPatch.context() as patch:
         real = export.load_apart
 
-        def spy(folder, request):
-            answer = real(folder, request)
+        def spy(folder, request, **options):
+            answer = real(folder, request, **options)
             seen.extend([request, *answer])
             return answer
 
@@ -302,9 +302,9 @@ def test_kill_leaves_no_folder(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_kill_in_the_last_check_leaves_a_hidden_folder_at_most(run, tmp_path, unchecked):
-    """All files are there by then, so the folder could be loaded by its hidden name; the next export of DIR
-    removes it, also where DIR's name means something to glob, or is a link."""
+def test_kill_in_the_last_check_leaves_a_hidden_folder_that_does_not_load(run, tmp_path, unchecked):
+    """All weights are there by then; the next export of DIR removes it, also where DIR's name means something
+    to glob, or is a link."""
     (tmp_path / "target[1]").mkdir()
     (tmp_path / "link").symlink_to("target[1]")
     command = [sys.executable, TOOL, str(run), "--output", str(tmp_path / "link")]
@@ -316,7 +316,10 @@ def test_kill_in_the_last_check_leaves_a_hidden_folder_at_most(run, tmp_path, un
     process.wait()
     process.stdout.close()
     assert not list((tmp_path / "target[1]").iterdir())
-    assert len(list(tmp_path.glob(".target*.unfinished-*"))) == 1
+    (left,) = tmp_path.glob(".target*.unfinished-*")
+    assert (left / "model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"Unrecognized model .* in its config\.json"):
+        AutoModelForCausalLM.from_pretrained(left, trust_remote_code=True)
     run_export(run, tmp_path / "link")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "target[1]"]
     assert (tmp_path / "link").is_symlink()

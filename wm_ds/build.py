@@ -53,7 +53,7 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | N
         rope = {"rope_type": "default", "rope_theta": theta}
         return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
     # Ids beyond the data's are padding of the vocabulary: no token, and never generated.
-    fields["tokenizer_size"] = vocab_size
+    fields["tokenizer_size"] = min(vocab_size, fields["vocab_size"])
     if model.family == "lckv":
         return LCKVConfig(**fields)
     fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))

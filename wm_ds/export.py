@@ -9,8 +9,8 @@
 Tensors are read in pieces, cast once from the fp32 masters and written one shard at a time, so memory is
 bounded by one shard while writing, and by the model in the export's dtype while checking: first in the
 process that loads the folder, then in this one, which builds the checkpoint's own model. The folder is built
-as a hidden sibling, checked (`check`), and takes its name by rename: whatever moment a kill hits, DIR is the
-old folder, the new one, or absent.
+as a hidden sibling without a config.json, checked (`check`), and takes its name by rename: whatever moment a
+kill hits, DIR is the old folder, the new one, or absent, and what is left beside it does not load.
 """
 
 import glob
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from wm_ds.encode import TokenizerSpec, make_encoder, open_tokenizer
 from wm_ds.trained import CLASSES, Trained, TrainedError
 
 PROVENANCE = "export.json"
+UNCHECKED = "config.json.unchecked"  # config.json gets its name last: a folder without it does not load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A comparison in the export's own dtype: same code and weights, so only the order of sums may differ.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -104,6 +106,7 @@ def export(
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
         (part / "README.md").write_text(model_card.render(facts, config))
         check(source, part, dtype, say)
+        (part / UNCHECKED).rename(part / "config.json")
         _publish(part, output)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -257,7 +260,7 @@ def _random_texts(count: int) -> list[str]:
 
 
 def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> None:
-    """config.json comes last of all files that loading needs, so that a folder without it is no model yet."""
+    """All that transformers needs beside weights and tokenizer."""
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     causal_lm = CLASSES[config.model_type]
     if config.model_type == "qwen3" and tokenizer_size < config.vocab_size:
@@ -281,7 +284,7 @@ def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> No
         entry["auto_map"] = {
             auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in classes.items()
         }
-    (folder / "config.json").write_text(json.dumps(entry, indent=2, sort_keys=True) + "\n")
+    (folder / UNCHECKED).write_text(json.dumps(entry, indent=2, sort_keys=True) + "\n")
 
 
 # -- check and publish ---------------------------------------------------------------------------------------
@@ -316,7 +319,8 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
     length = min(37, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (2, length), generator=generator).tolist()
     request = {"tokens": tokens, "new_tokens": GREEDY_TOKENS}
-    theirs, _ = load_apart(folder, request)
+    with _as_published(folder) as view:
+        theirs, _ = load_apart(view, request, name=folder)
     model = source.load(dtype)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     ours = standalone.probe(model, tokens, GREEDY_TOKENS)
@@ -334,10 +338,24 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
     return difference
 
 
-def load_apart(folder: Path, request: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+@contextmanager
+def _as_published(folder: Path) -> Iterator[Path]:
+    """The folder as it will be, made of links and elsewhere: a kill during the check must leave nothing at
+    the export's place that loads."""
+    with tempfile.TemporaryDirectory() as scratch:
+        view = Path(scratch) / folder.name.lstrip(".")
+        view.mkdir()
+        for file in folder.iterdir():
+            (view / file.name.removesuffix(".unchecked")).symlink_to(file.resolve())
+        yield view
+
+
+def load_apart(
+    folder: Path, request: dict[str, Any], *, name: Path | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Run standalone.py on the folder in a process of its own; returns its tensors and what it printed.
 
-    Raises ExportError with the process's last words.
+    Raises ExportError with the process's last words, about `name` (default the folder).
     """
     with tempfile.TemporaryDirectory() as scratch:
         request_file, result_file = Path(scratch) / "request.json", Path(scratch) / "result.safetensors"
@@ -358,7 +376,7 @@ def load_apart(folder: Path, request: dict[str, Any]) -> tuple[dict[str, Tensor]
         )
         if result.returncode:
             words = [line for line in result.stderr.strip().splitlines() if line.strip()][-3:]
-            raise ExportError(f"{folder} does not load by itself: {' | '.join(words)}")
+            raise ExportError(f"{name or folder} does not load by itself: {' | '.join(words)}")
         return load_file(result_file), json.loads(result.stdout.strip().splitlines()[-1])
 
 
