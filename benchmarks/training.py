@@ -35,6 +35,7 @@ from wm_ds.flops import training
 from wm_ds.loss import TokenLoss, cross_entropy_sum
 
 Step = Callable[[], None]
+Clock = Callable[[], float]
 
 
 def settings(options: argparse.Namespace, family: str, k: int | None, recompute: str) -> dict[str, Any]:
@@ -112,22 +113,23 @@ def candidates(options: argparse.Namespace) -> dict[str, tuple[Step, float | Non
     return found
 
 
-def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, float]:
+def interleaved(steps: dict[str, Step], repeats: int, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Median seconds of each, run in turn after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
             if turn:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: median(values) for name, values in seconds.items()}
 
 
 def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Ratios to Qwen3 of every candidate."""
     found = candidates(options)
-    seconds = interleaved({name: step for name, (step, _) in found.items()}, options.repeats)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    seconds = interleaved({name: step for name, (step, _) in found.items()}, options.repeats, clock)
     base, base_flops = seconds["vanilla"], found["vanilla"][1]
     result: dict[str, dict[str, float]] = {}
     for name, (_, flops) in found.items():
@@ -256,6 +258,9 @@ def main() -> int:
     parser.add_argument("--lckv", action="store_true", help="also LCKV, 7 + 2 passes")
     parser.add_argument(
         "--engine", action="store_true", help="also DeepSpeed against a bare loop, 2 ranks against 1"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count this process's CPU time: for machines with other work"
     )
     parser.add_argument("--profile", action="store_true", help="only show where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the result here")
