@@ -163,7 +163,7 @@ def engine_rank(options: argparse.Namespace) -> None:
     lm = build_model(hf, seed=0, recompute="group")
     steps: dict[str, Step] = {}
     if world.size == 1:
-        from wm_ds.engine import table_for
+        from wm_ds.engine_config import table_for
         from wm_ds.optim import MuonAdamW
         from wm_ds.partition import Fragment, Master
 

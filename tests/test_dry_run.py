@@ -13,7 +13,7 @@ from wm_ds import checks, train
 from wm_ds import config as configuration
 from wm_ds.build import build_model, model_config, open_data
 from wm_ds.dry_run import dry_run
-from wm_ds.engine import table_for
+from wm_ds.engine_config import table_for
 from wm_ds.plan import GIB, configured
 
 

@@ -11,7 +11,8 @@ import torch
 from tests.test_config import changed
 from wm_ds import config as configuration
 from wm_ds.distributed import World
-from wm_ds.engine import Engine, StepResult, TrainingFailed, deepspeed_config
+from wm_ds.engine import Engine, StepResult, TrainingFailed
+from wm_ds.engine_config import deepspeed_config
 
 WORLD = World(0, 0, 1, torch.device("cpu"), "gloo")
 

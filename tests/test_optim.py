@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 
 from wm_ds.build import model_class, model_config
 from wm_ds.config import load
-from wm_ds.engine import table_for
+from wm_ds.engine_config import table_for
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
 from wm_ds.optim import MuonAdamW, OptimizerError, learning_rate, muon_scale, orthogonalize, parameter_table
 from wm_ds.partition import Fragment, Master

@@ -128,6 +128,28 @@ def test_traffic_by_hand() -> None:
     assert again.traffic["gathered weights"] == pytest.approx(ring * (24 + 16 * 3) * again.accumulation)
 
 
+def test_the_local_rule_reduces_once_a_step() -> None:
+    each, _ = planned(2)
+    lm = whitematter((2, 64, 64), 2)
+    rows = parameter_table([(n, tuple(p.shape)) for n, p in lm.named_parameters()])
+    config = run(optim={"lr": 1e-3, "clip_rule": "local"})
+    once = plan(
+        config,
+        lm.config,
+        rows,
+        64,
+        8,
+        Body(5e6, 2e7, 1e7),
+        stage=2,
+        gather=None,
+        recompute="group",
+        micro_batch=2,
+    )
+    assert each.accumulation == once.accumulation == 4
+    assert once.traffic["gradients"] == pytest.approx(each.traffic["gradients"] / 4)
+    assert "optim.clip_rule = local" in once.notes[0]
+
+
 def test_a_seven_billion_model_takes_seconds_and_little_memory() -> None:
     """The predicted order of magnitude of a model that no test could hold: 36 layers of width 4096."""
     big = WhiteMatterConfig(

@@ -22,7 +22,7 @@ from wm_ds import config as configuration
 from wm_ds import random_state, trained
 from wm_ds.checkpoint_directory import checkpoints_dir, list_checkpoints, publish, step_name
 from wm_ds.config import ConfigError
-from wm_ds.engine import table_for
+from wm_ds.engine_config import table_for
 from wm_ds.export import read_weights
 from wm_ds.optim import _STATE as STATE_OF_RULE
 from wm_ds.shards import ShardError

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wm_ds.build import model_class, model_config
 from wm_ds.config import Config, ConfigError, load
-from wm_ds.engine import table_for
+from wm_ds.engine_config import table_for
 from wm_ds.optim import OptimizerError, Row
 from wm_ds.plan import GIB, RESERVE, Plan, plans
 

@@ -12,7 +12,7 @@ from . import config as configuration
 from .build import model_class, model_config, open_data
 from .config import Config
 from .distributed import launch_size
-from .engine import deepspeed_config, table_for
+from .engine_config import deepspeed_config, table_for
 from .flops import training
 from .loss import IGNORE
 from .optim import format_table, learning_rate

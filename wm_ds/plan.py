@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 
 from .build import model_class
 from .config import Config
-from .engine import sums_own_gradients
+from .engine_config import sums_own_gradients
 from .flops import training
 from .loss import CHUNK_LOGITS, document_mask
 from .memory import StorageTracker
@@ -354,6 +354,8 @@ def plan(
     stepping = parts["parameters"] + parts["optimizer"] + reduced + step
     parts["buffers"] += max(0.0, stepping - sum(parts.values()))
     sent = traffic(hf, total, w, gpus, stage, gather, recompute, accumulation, muon_bytes(rows, stage, gpus))
+    if local and stage >= 2 and gpus > 1:
+        sent["gradients"] /= accumulation  # clipped and reduced once
     if config.sequence_parallel > 1:
         wide = 4 if config.precision == "fp32" else 2
         tokens = micro_batch * accumulation * length

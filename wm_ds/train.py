@@ -25,7 +25,8 @@ from .checkpoint import CheckpointError, Checkpoints
 from .config import Config, ConfigError
 from .data import GlobalBatches, PackedSequences, evaluation_batches
 from .distributed import SetupError, World
-from .engine import Engine, TrainingFailed, build, deepspeed_config, table_for
+from .engine import Engine, TrainingFailed, build
+from .engine_config import deepspeed_config, table_for
 from .flops import training
 from .fresh import Shell
 from .metrics import Metrics, check_sinks

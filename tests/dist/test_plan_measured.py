@@ -8,7 +8,7 @@ import torch
 from tests.dist import numerics
 from wm_ds import config as configuration
 from wm_ds.build import model_class, model_config
-from wm_ds.engine import table_for
+from wm_ds.engine_config import table_for
 from wm_ds.memory import MIB
 from wm_ds.plan import body, plan
 

@@ -10,7 +10,7 @@ import torch
 from tests.dist import numerics
 from wm_ds import config as configuration
 from wm_ds.build import model_class, model_config
-from wm_ds.engine import deepspeed_config
+from wm_ds.engine_config import deepspeed_config
 from wm_ds.zero3 import limits, node_partition, parameter_shapes
 
 LAYERS, GROUPS = 4, 8
