@@ -121,7 +121,9 @@ def compare(options: argparse.Namespace, dtype: str, device: torch.device) -> li
 
 
 def row(what: str, name: str, dtype: str, ratio: float, bar: float, note: str) -> dict[str, Any]:
+    """One line of the table; also printed at once on stderr, since the whole takes long."""
     met = ratio <= bar * (1 + 1e-9)
+    print(f"{what}, {name}, {dtype}: {ratio:.3f} ({bar:.3f})", file=sys.stderr, flush=True)
     return {"what": what, "model": name, "dtype": dtype, "ratio": ratio, "bar": bar, "met": met, "note": note}
 
 
