@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wm_ds.build import compile_blocks
 from wm_ds.distributed import peak_flops
 from wm_ds.flops import training
 from wm_ds.loss import TokenLoss
@@ -90,11 +91,18 @@ def check_bf16() -> float:
     return _within(float((exact - rough).abs() / exact), 1e-2)
 
 
-def check_compiled_layers() -> float:
+def check_compiled_blocks() -> float:
     lm, inputs = model("sdpa", torch.float32, 4, 128), batch(2, 512)
     want = gradients(lm, inputs)
-    for layer in lm.model.layers:
-        layer.compile()
+    compile_blocks(lm)
+    return _within(worst(gradients(lm, inputs), want), 1e-3)
+
+
+def check_entries_on_host() -> float:
+    lm, inputs = model("sdpa", torch.float32, 4, 128), batch(2, 512)
+    lm.model.recompute = "group"
+    want = gradients(lm, inputs)
+    lm.model.entries_on_host = True
     return _within(worst(gradients(lm, inputs), want), 1e-3)
 
 
