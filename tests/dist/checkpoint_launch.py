@@ -41,7 +41,7 @@ def start(world: int, plan: list[dict], folder: Path) -> list[BaseProcess]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
     files = [(str(folder / "plan.json"), str(folder / f"answer_{rank}.json")) for rank in range(world)]
-    return _fork(checkpoint_worker.main, files, folder)
+    return fork(checkpoint_worker.main, files, folder)
 
 
 def start_trainer(world: int, arguments: list[str], folder: Path) -> list[BaseProcess]:
@@ -49,10 +49,11 @@ def start_trainer(world: int, arguments: list[str], folder: Path) -> list[BasePr
     from tests.dist import checkpoint_worker
 
     folder.mkdir(parents=True, exist_ok=True)
-    return _fork(checkpoint_worker.trainer, [(arguments,)] * world, folder)
+    return fork(checkpoint_worker.trainer, [(arguments,)] * world, folder)
 
 
-def _fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BaseProcess]:
+def fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BaseProcess]:
+    """Start target(*arguments[rank], environment, log file) for each rank."""
     port, ranks = str(free_port()), []
     for rank, own in enumerate(arguments):
         env = {

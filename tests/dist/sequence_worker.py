@@ -1,9 +1,8 @@
-"""One rank of tests/dist/test_sequence_parallel.py: `python -m tests.dist.sequence_worker FOLDER`."""
+"""One rank of tests/dist/test_sequence_parallel.py, forked by checkpoint_launch.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from tests.dist import numerics
+from tests.dist.checkpoint_worker import prepare
 from tests.dist.numerics_worker import record_first_gradient
 from tests.model import tiny
 from wm_ds import config as configuration
@@ -41,7 +41,8 @@ SENT: list[tuple[int, ...]] = []
 """Shapes of all all-to-alls of this rank."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, env: dict[str, str], log: str) -> None:
+    prepare(env, log)
     world = distributed.init(timeout_minutes=5)
     real = deepspeed.comm.all_to_all_single
 
@@ -181,6 +182,3 @@ def train(plan: dict[str, Any], world: distributed.World) -> dict[str, Any]:
     engine.ds.destroy()
     return answer
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.dist import numerics
+from tests.dist import checkpoint_launch, numerics
 from tests.dist.sequence_worker import (
+    main,
     CHANNELS,
     GROUPS,
     HEAD_DIM,
@@ -53,8 +57,8 @@ BARE = {
     "two detached passes": bare(4, "group+layer", no_grad_passes=2, grad_passes=1),
     "relaxed": bare(2, "group", relaxation=0.7),
     "Jacobi, one channel": bare(4, "group+layer", num_groups=1, num_kv_channels=1),
-    "flex": bare(2, "group+layer", attention="flex"),
 }
+SLOW_BARE = {"flex": bare(2, "group+layer", attention="flex")}
 
 
 def engine(zero: dict[str, Any], ranks: int, **more: Any) -> dict[str, Any]:
@@ -64,11 +68,12 @@ def engine(zero: dict[str, Any], ranks: int, **more: Any) -> dict[str, Any]:
 
 ENGINE = {
     "zero 2, 2 x 2": engine({"stage": 2}, 2),
-    "zero 3, 4": engine({"stage": 3}, 4, recompute="group+layer"),
+    "zero 3, 4": engine({"stage": 3}, 4, recompute="group+layer", steps=2),
     "zero 1, 2 x 2, local clip": engine({"stage": 1}, 2, recompute="layer", clip_rule="local"),
 }
 SLOW = {
     "zero 0, 2 x 2": engine({"stage": 0}, 2, recompute="none"),
+    "zero 3, 4, longer": engine({"stage": 3}, 4, recompute="group+layer", steps=4),
     "zero 3, 2 x 2": engine({"stage": 3}, 2, recompute="layer"),
     "zero 3, 2 x 2, local clip": engine({"stage": 3}, 2, clip_rule="local"),
     "zero 0, 4, local clip": engine({"stage": 0}, 4, clip_rule="local"),
@@ -78,14 +83,23 @@ SLOW = {
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict]]:
-    plans = BARE | ENGINE
-    answers = numerics.run(4, list(plans.values()), worker="tests.dist.sequence_worker")
-    return dict(zip(plans, answers))
+    return run(BARE | ENGINE)
 
 
 @pytest.fixture(scope="module")
 def slow_results() -> dict[str, list[dict]]:
-    return dict(zip(SLOW, numerics.run(4, list(SLOW.values()), worker="tests.dist.sequence_worker")))
+    return run(SLOW | SLOW_BARE)
+
+
+def run(plans: dict[str, dict[str, Any]]) -> dict[str, list[dict]]:
+    """What each of four ranks answers to each plan."""
+    with tempfile.TemporaryDirectory(prefix="sequence-") as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(json.dumps(list(plans.values())))
+        codes = checkpoint_launch.finish(checkpoint_launch.fork(main, [(folder,)] * 4, folder), 300)
+        assert codes == [0] * 4, f"{codes}\n{checkpoint_launch.logs(folder)}"
+        ranks = [torch.load(folder / f"answer_{rank}.pt", weights_only=False) for rank in range(4)]
+    return {name: [answers[i] for answers in ranks] for i, name in enumerate(plans)}
 
 
 # The model alone
@@ -116,7 +130,15 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("name", list(BARE))
 def test_states_and_gradients_are_those_of_one_rank(name: str, results: dict) -> None:
-    plan, answers = BARE[name], results[name]
+    check_bare(BARE[name], results[name])
+
+
+@pytest.mark.slow
+def test_flex_is_that_of_one_rank_and_sdpa(slow_results: dict) -> None:
+    check_bare(SLOW_BARE["flex"], slow_results["flex"])
+
+
+def check_bare(plan: dict[str, Any], answers: list[dict[str, Any]]) -> None:
     size = plan["ranks"]
     for group in range(4 // size):
         expected = alone(plan, group)
@@ -227,8 +249,8 @@ def reference(
                 hidden = lm.model(
                     input_ids=mb["input_ids"], document_ids=mb["document_ids"]
                 ).last_hidden_state
-            logits = (hidden.float() @ lm.lm_head.weight.T).flatten(0, 1)
-            part = cross_entropy(logits, mb["labels"].flatten(), ignore_index=-100, reduction="sum") / tokens
+                logits = lm.lm_head(hidden)
+            part = cross_entropy(logits.flatten(0, 1).float(), mb["labels"].flatten(), ignore_index=-100, reduction="sum") / tokens
             loss += float(part.detach())
             if torch.is_grad_enabled():
                 (part * groups).backward()
