@@ -219,8 +219,14 @@ def check(plan: dict[str, Any], answers: list[dict[str, Any]]) -> None:
             assert answer["norms"][step] == pytest.approx(norm, rel=near)
         if step == 0:
             got = numerics.assemble([answer["gradients"] for answer in answers])
-            error, parameter = difference(got, gradient)
-            assert error < (2e-6 if exact else 3e-2), parameter
+            if exact:
+                error, parameter = difference(got, gradient)
+                assert error < 2e-6, parameter
+            else:  # far nearer to one rank in bf16 than that is to fp32
+                wide = reference(plan | {"precision": "fp32"}, lm, 0, groups)[1]
+                for name in gradient:
+                    rounding = distance(gradient[name], wide[name])
+                    assert distance(got[name], gradient[name]) < 0.5 * rounding < 0.1, name
         optimizer.step(step + 1, gradient)
     for answer in answers:
         assert sorted(answer["samples"]) == list(range(8)), "every sample is told once"
