@@ -5,8 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version=${1:-5.0.0}
-shift || true
+version=5.0.0
+case ${1:-} in [0-9]*) version=$1 && shift ;; esac
 main=.venv
 oldest=${VENV:-.venv/oldest}
 test -x $main/bin/python || { echo "error: no $main here; run 'make install' first" >&2; exit 1; }
