@@ -173,9 +173,9 @@ class _Run:
 
     def slots(self, positions: range) -> Slots:
         if positions not in self.masks:
-            if self.recompute == "group+layer":
-                self.masks.clear()
             slots = slots_of(positions, self.visibility, self.dtype, self.device)
+            if self.recompute == "group+layer" and isinstance(slots.masks[0], Tensor):
+                self.masks.clear()  # dense ones are large, and cheap to make again
             self.masks[positions] = replace(slots, shard=self.shard)
         return self.masks[positions]
 
