@@ -35,7 +35,7 @@ from .engine_config import sums_own_gradients
 from .flops import training
 from .loss import CHUNK_LOGITS, document_mask
 from .memory import StorageTracker
-from .model.attention import MAX_RUNS, MIN_QUERIES_PER_RUN
+from .model.attention import MAX_RUNS_WITH_GRAD, MIN_QUERIES_PER_RUN
 from .model.layout import document_positions
 from .model.shard import Shard
 from .optim import EXCHANGE_ELEMENTS, Row
@@ -189,7 +189,7 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ran
 def _mask_bytes(length: int, groups: int, w: int) -> float:
     """Additive masks of all groups: runs of queries, each against its prefix of the row."""
     queries = -(-length // groups)
-    runs = max(1, min(MAX_RUNS, queries // MIN_QUERIES_PER_RUN))
+    runs = max(1, min(MAX_RUNS_WITH_GRAD, queries // MIN_QUERIES_PER_RUN))
     return length * length * (runs + 1) / (2 * runs) * w
 
 

@@ -23,8 +23,10 @@ from .flex import attend_in_blocks, block_mask
 from .shard import ALL, Shard
 
 # A step's queries are cut into this many runs, each against its own key prefix: that skips most of the masked
-# half of causal attention. More runs mean smaller products; of 4 and 8, 8 was 2% faster on a CPU.
+# half of causal attention. More runs mean smaller products; of 4 and 8, 8 was 2% faster on a CPU. With
+# gradient there are fewer: each run's gradient of its prefix waits for those of the layer's other runs.
 MAX_RUNS = 8
+MAX_RUNS_WITH_GRAD = 4
 MIN_QUERIES_PER_RUN = 32
 # Below one block of queries flex_attention has nothing to skip; building its mask costs more than it saves.
 MIN_FLEX_QUERIES = 128
@@ -80,13 +82,19 @@ class Visibility:
         return replace(self, past_BP=past_BP, document_BW=document_BW)
 
 
-def slots_of(positions: range, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Slots:
+def slots_of(
+    positions: range,
+    visibility: Visibility,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_runs: int = MAX_RUNS,
+) -> Slots:
     """The runs of queries, key prefixes and masks for a step at `positions` (workspace indices)."""
     if takes_flex(visibility.kernel, device, len(positions)):
         seen = visibility
         mask = block_mask(positions, seen.past, seen.width, seen.past_BP, seen.document_BW, device)
         return Slots([len(positions)], [1 + seen.past + seen.width], [mask])
-    runs = max(1, min(MAX_RUNS, len(positions) // MIN_QUERIES_PER_RUN))
+    runs = max(1, min(max_runs, len(positions) // MIN_QUERIES_PER_RUN))
     cuts = [len(positions) * i // runs for i in range(runs + 1)]
     sizes, lengths, masks = [], [], []
     for first, last in pairwise(cuts):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Slots, Visibility, compute_dtype, slots_of
+from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, Visibility, compute_dtype, slots_of
 from .pool import Pool
 from .schedule import Schedule
 from .shard import ALL, Shard
@@ -96,7 +96,7 @@ def run_passes(
     if with_grad and past is not None:
         raise ValueError("gradient does not flow through a cache: call the model under torch.no_grad()")
     dummy_key, dummy_value = shard.share(dummy_key, 1), shard.share(dummy_value, 1)
-    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute, shard)
+    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute, shard, with_grad)
     tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype, shard)
     start, work = _plan(
         schedule, x_BWD.shape[1] * shard.ranks, keep_cache, shard.ranks > 1 or measure_residuals
@@ -163,7 +163,9 @@ class _Run:
         visibility: Visibility,
         recompute: str,
         shard: Shard,
+        with_grad: bool,
     ) -> None:
+        self.with_grad = with_grad
         self.layers, self.pool, self.rotary = layers, pool, rotary
         self.visibility, self.recompute, self.shard = visibility, recompute, shard
         self.device = x_BWD.device
@@ -173,7 +175,8 @@ class _Run:
 
     def slots(self, positions: range) -> Slots:
         if positions not in self.masks:
-            slots = slots_of(positions, self.visibility, self.dtype, self.device)
+            runs = MAX_RUNS_WITH_GRAD if self.with_grad else MAX_RUNS
+            slots = slots_of(positions, self.visibility, self.dtype, self.device, runs)
             if self.recompute == "group+layer" and isinstance(slots.masks[0], Tensor):
                 self.masks.clear()  # dense ones are large, and cheap to make again
             self.masks[positions] = replace(slots, shard=self.shard)
