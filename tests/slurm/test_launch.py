@@ -31,12 +31,17 @@ def test_fit_nodes_pass_the_check(cluster):
 
 
 def test_the_check_names_the_node_with_a_full_disk(cluster):
+    # The checkout, which may lie in the /tmp that is hidden on that node, is put back in its place.
+    hide = (
+        f"mount --bind {ROOT} /mnt && mount -t tmpfs -o size=2M tmpfs /tmp && "
+        f"mkdir -p {ROOT} && mount --bind /mnt {ROOT}"
+    )
     wrap_python(
         cluster,
         '[ $node != wm2 ] || [[ "$*" != *launch_check* ]] || exec unshare --mount bash -c '
-        f'\'mount -t tmpfs -o size=2M tmpfs /tmp; exec "$@"\' _ {cluster.env["WM_PYTHON"]} "$@"',
+        f'\'{hide} && exec "$@"\' _ {cluster.env["WM_PYTHON"]} "$@"',
     )
-    # The run directory must not lie in the /tmp that is hidden on that node.
+    # Nor may the run directory lie there.
     cluster.run_dir = ROOT / "build" / f"check-{cluster.folder.name}"
     try:
         job = cluster.train("steps=3", check_nodes=True, options=("--nodelist=wm1,wm2",))
