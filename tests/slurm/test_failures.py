@@ -115,8 +115,6 @@ def test_a_frozen_rank_is_told_apart(cluster):
     dumped = [rank for rank, text in cluster.rank_logs(1).items() if "stack dump of rank" in text]
     assert sorted(dumped + [int(rank) for rank in named]) == [0, 1, 2, 3]
     assert {0, 1, 3} <= set(dumped)
-    if 2 in dumped:
-        assert "in fail" in cluster.rank_logs(1)[2]
 
 
 def test_a_lost_first_node_is_replaced(cluster):
