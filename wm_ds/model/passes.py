@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, Visibility, compute_dtype, slots_of
+from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, Visibility, compute_dtype, slots_of, takes_flex
 from .pool import Pool
 from .schedule import Schedule
 from .shard import ALL, Shard
@@ -172,15 +172,26 @@ class _Run:
         self.dtype = compute_dtype(x_BWD)
         self.no_token = x_BWD.new_zeros(())
         self.masks: dict[range, Slots] = {}
+        self.tables: dict[range, tuple[Tensor, Tensor]] = {}
 
     def slots(self, positions: range) -> Slots:
         if positions not in self.masks:
+            blocks = takes_flex(self.visibility.kernel, self.device, len(positions))
+            if self.recompute == "group+layer" and not blocks:
+                self.masks.clear()  # dense ones are large, and cheap to make again
             runs = MAX_RUNS_WITH_GRAD if self.with_grad else MAX_RUNS
             slots = slots_of(positions, self.visibility, self.dtype, self.device, runs)
-            if self.recompute == "group+layer" and isinstance(slots.masks[0], Tensor):
-                self.masks.clear()  # dense ones are large, and cheap to make again
             self.masks[positions] = replace(slots, shard=self.shard)
         return self.masks[positions]
+
+    def table(self, tape: Tape, positions: range) -> tuple[Tensor, Tensor]:
+        """The rotary table of a step's positions: cosines and sines [B or 1, n, d]."""
+        if positions not in self.tables:
+            if self.recompute == "group+layer":
+                self.tables.clear()
+            cos, sin = (table[:, tape.columns(positions)].contiguous() for table in self.rotary)
+            self.tables[positions] = cos, sin
+        return self.tables[positions]
 
     def starts_anew(self, part: _Work, alone: bool) -> bool:
         """Whether the part's recomputation makes the entries that it overwrote once more, instead of finding
@@ -223,14 +234,14 @@ class _Run:
     def _compute(
         self, tape: Tape, part: _Work, mode: str, token: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        cos, sin = (table[:, tape.columns(part.positions)].contiguous() for table in self.rotary)
+        cos, sin = self.table(tape, part.positions)
         with torch.set_grad_enabled(mode == "all"):
             link = self.no_token if token is None else token
             x_BnD = read(tape, part.positions, link)
             if part.turn < 0:
                 states, h_BnD = [x_BnD], None
             else:
-                states, h_BnD = self._layers(tape, link, x_BnD, part, cos, sin, mode)
+                states, h_BnD = self._layers(tape, link, x_BnD, part, mode)
         if not part.needs_pool:
             return None, None, h_BnD
         if mode == "pool" and token is not None:
@@ -263,8 +274,6 @@ class _Run:
         token: Tensor,
         h_BnD: Tensor,
         part: _Work,
-        cos: Tensor,
-        sin: Tensor,
         mode: str,
     ) -> tuple[list[Tensor], Tensor | None]:
         """The states entering every layer, and the last layer's output if asked for."""
@@ -276,13 +285,14 @@ class _Run:
             lengths = self.slots(part.positions).lengths
             channel = read_channel(tape, index % len(tape.keys), lengths, token)
 
-            # The masks are looked up inside: as an argument they would be kept until the recomputation.
+            # Masks and table are looked up inside: as arguments they would be kept until the recomputation.
             def run(
                 h_BnD: Tensor,
                 layer: nn.Module = layer,
                 channel: tuple[list[Tensor], list[Tensor]] = channel,
             ) -> Tensor:
-                return layer(h_BnD, self.slots(part.positions), cos, sin, *channel)
+                table = self.table(tape, part.positions)
+                return layer(h_BnD, self.slots(part.positions), *table, *channel)
 
             if "layer" in self.recompute and mode == "all":
                 h_BnD = checkpoint(run, h_BnD, use_reentrant=False, preserve_rng_state=False)
