@@ -93,7 +93,7 @@ class Engine:
         shard: Shard = ALL,
     ) -> None:
         self.ds, self.optimizer, self.world = ds, optimizer, world
-        self.clip, self.clip_rule = config.optim.clip, config.optim.clip_rule
+        self.clip, self.clips_locally = config.optim.clip, config.optim.clips_locally
         self.guard, self.schedule, self.accumulation = config.guard, schedule, accumulation
         self.shard = shard
         self.stage = int(ds.zero_optimization_stage())
@@ -142,15 +142,14 @@ class Engine:
         # DeepSpeed averages gradients over ranks; sums of losses times this average to the mean over all
         # tokens.
         weight = self.world.size / max(tokens, 1)
-        local = self.clip_rule == "local" and self.clip > 0
-        if local or self.sums_own:
-            loss_sum, raw = self._backward_reduced_once(micro_batches, weight, clock, local)
+        if self.clips_locally or self.sums_own:
+            loss_sum, raw = self._backward_reduced_once(micro_batches, weight, clock)
         else:
             loss_sum, raw = self._backward_reduced_by_deepspeed(micro_batches, weight, clock)
         with clock.of("communication"):
             loss_total, norm_total = distributed.all_reduce_sum([float(loss_sum), raw], device)
         loss = loss_total / max(tokens, 1)
-        if local:
+        if self.clips_locally:
             grad_norm, scale = norm_total / self.world.size, 1.0
         else:
             # Whole on every rank at stage 0, in disjoint parts otherwise.
@@ -197,12 +196,12 @@ class Engine:
         return total, _squared_norm(self.reduced_gradients())
 
     def _backward_reduced_once(
-        self, micro_batches: list[dict], weight: float, clock: Clock, local: bool
+        self, micro_batches: list[dict], weight: float, clock: Clock
     ) -> tuple[Tensor, float]:
         """Backward of all micro-batches, perhaps clip this rank's gradient, then reduce.
 
-        Returns this rank's summed loss and the norm of its own raw gradient (`local`) or its part of the
-        squared norm of the reduced one.
+        Returns this rank's summed loss and the norm of its own raw gradient (the local rule) or its part of
+        the squared norm of the reduced one.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         sums: dict[nn.Parameter, Tensor] = {}
@@ -216,7 +215,7 @@ class Engine:
                 p.grad.copy_(whole)  # type: ignore[union-attr]
             del sums
             norm = 0.0
-            if local:
+            if self.clips_locally:
                 with clock.of("optimizer"):
                     own = [p.grad for p in self.ds.module.parameters() if p.grad is not None]
                     self.shard.mean_(own)
@@ -227,7 +226,7 @@ class Engine:
         if self.stage == 0:
             with clock.of("communication"):
                 self.ds.allreduce_gradients()
-        return total, norm if local else _squared_norm(self.reduced_gradients())
+        return total, norm if self.clips_locally else _squared_norm(self.reduced_gradients())
 
     def _add_to(self, sums: dict[nn.Parameter, Tensor]) -> None:
         """Move each parameter's gradient of one micro-batch into an fp32 sum."""

@@ -19,8 +19,7 @@ from .partition import parameter_names
 def sums_own_gradients(config: Config, stage: int, accumulation: int) -> bool:
     """Whether the engine itself sums the gradients of a step's micro-batches in fp32: weights are bf16, there
     are several micro-batches, and DeepSpeed would add them in bf16."""
-    local = config.optim.clip_rule == "local" and config.optim.clip > 0
-    return config.precision == "bf16" and accumulation > 1 and (local or stage < 2)
+    return config.precision == "bf16" and accumulation > 1 and (config.optim.clips_locally or stage < 2)
 
 
 def deepspeed_config(
@@ -35,7 +34,6 @@ def deepspeed_config(
     `shapes`: (name, shape) of the model's parameters; stage 3's `"auto"` limits are derived from them and
     from the number of `ranks`, and stay "auto" without them.
     """
-    local = config.optim.clip_rule == "local" and config.optim.clip > 0
     zero = dict(json.get("zero_optimization", {"stage": 0}))
     stage = zero.get("stage", 0)
     sums_own = sums_own_gradients(config, stage, accumulation)
@@ -44,7 +42,7 @@ def deepspeed_config(
         **json,
         "train_micro_batch_size_per_gpu": config.batch.micro_batch,
         # Where all micro-batches are one reduction, DeepSpeed sees one micro-batch.
-        "gradient_accumulation_steps": 1 if local or sums_own else accumulation,
+        "gradient_accumulation_steps": 1 if config.optim.clips_locally or sums_own else accumulation,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -176,6 +176,11 @@ class Optim(_Section):
     decay: int | str = "20%"
     """Duration of the final linear decay of schedule wsd."""
 
+    @property
+    def clips_locally(self) -> bool:
+        """Whether each rank clips its own gradient, which must therefore be whole there."""
+        return self.clip > 0 and self.clip_rule == "local"
+
     @field_validator("betas", mode="before")
     @classmethod
     def _pair(cls, value: Any) -> Any:

@@ -298,7 +298,7 @@ def plan(
     own = length // config.sequence_parallel
     share = 1 / gpus
     multi_pass = hf.model_type != "qwen3"
-    local = config.optim.clip > 0 and config.optim.clip_rule == "local"
+    local = config.optim.clips_locally
     # Every group of every pass uses every weight: no gradient is complete before the end of backward.
     whole = stage < 2 or local or multi_pass
     cut = share if stage >= 1 else 1.0
