@@ -6,8 +6,8 @@
 
 For every ZeRO stage, recomputation and micro-batch that is sensible: the peak per GPU in GiB by what it is
 spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
-make it. States are arithmetic; activations come from running the model on fake tensors (wm_ds/plan.py says
-how and what is left out). Runs on any machine, without a GPU.
+make it. States are arithmetic; activations come from running the model on fake tensors (wm_ds/plan.py and
+activations.py say how and what is left out). Runs on any machine, without a GPU.
 
 A node's host memory holds what is offloaded, for all its GPUs; with --host-memory, what needs more does not
 fit. Building needs no whole model there: weights are drawn and placed one by one (wm_ds/fresh.py). Writing a

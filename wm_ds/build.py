@@ -98,15 +98,19 @@ def compile_seconds() -> float:
 
 
 def construct(
-    hf_config: PretrainedConfig, *, recompute: str = "none", entries_on_host: bool = False
+    hf_config: PretrainedConfig,
+    *,
+    recompute: str = "none",
+    entries_on_host: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The model in fp32, its weights drawn from torch's default generator.
+    """The model, its weights drawn from torch's default generator.
 
     `recompute`: none, layer, group or group+layer, see fields.Config.recompute; `entries_on_host`: see there.
     """
     # Vanilla's attention takes the mask of documents, which SDPA does.
     options = {"attn_implementation": "sdpa"} if hf_config.model_type == "qwen3" else {}
-    lm = model_class(hf_config)._from_config(hf_config, dtype=torch.float32, **options)
+    lm = model_class(hf_config)._from_config(hf_config, dtype=dtype, **options)
     if hf_config.model_type == "qwen3":
         if recompute == "layer":
             lm.gradient_checkpointing_enable({"use_reentrant": False})

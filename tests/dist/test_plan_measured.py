@@ -7,10 +7,11 @@ import torch
 
 from tests.dist import numerics
 from wm_ds import config as configuration
+from wm_ds.activations import body
 from wm_ds.build import model_class, model_config
 from wm_ds.engine_config import table_for
 from wm_ds.memory import MIB
-from wm_ds.plan import body, plan
+from wm_ds.plan import plan
 
 LENGTH, VOCABULARY, BUCKET = 128, 2000, 100_000
 # Stage, precision, micro-batch, layers. With micro-batches of one row a step has two, whose gradients are
