@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.turns import take_turns
 from tools.count_flops import prefill as prefill_flops
 from wm_ds import config as configuration
 from wm_ds import distributed
@@ -93,10 +92,8 @@ def compare(options: argparse.Namespace, dtype: str, device: torch.device) -> li
     prompt = torch.randint(options.vocabulary, (1, options.length), device=device)
 
     rows = []
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    times = interleaved(
-        {n: lambda m=m: run_prefill(m, prompt) for n, m in models.items()}, options.repeats, device, clock
-    )
+    prefills = {n: lambda m=m: run_prefill(m, prompt) for n, m in models.items()}
+    times = take_turns(prefills, options.repeats, cpu_time=options.cpu_time)
     for name in list(named)[1:]:
         ratio, lean = ratio_of(times, name), flops[name] / flops["vanilla"]
         bar = PREFILL_BAR[dtype] * lean
@@ -111,7 +108,8 @@ def compare(options: argparse.Namespace, dtype: str, device: torch.device) -> li
             models[name](token, use_cache=True, **{CACHE_FIELD: caches[name]})
             caches[name].crop(-1)
 
-        times = interleaved({n: lambda n=n: decode(n) for n in named}, options.repeats * 10, device, clock)
+        decodes = {n: lambda n=n: decode(n) for n in named}
+        times = take_turns(decodes, options.repeats * 10, cpu_time=options.cpu_time)
         for name, k in list(named.items())[1:]:
             ratio = ratio_of(times, name)
             rows.append(row(f"decode behind {context}", name, dtype, ratio, DECODE_BAR, "time"))
@@ -134,27 +132,6 @@ def run_prefill(model: Any, tokens: torch.Tensor) -> Any:
 
 def cache_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def interleaved(
-    calls: dict[str, Any], repeats: int, device: torch.device, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of each call, round by round; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(repeats + 1):
-        for name, call in calls.items():
-            synchronize(device)
-            start = clock()
-            call()
-            synchronize(device)
-            if number:  # the first is the warm-up
-                seconds[name].append(clock() - start)
-    return seconds
 
 
 def ratio_of(seconds: dict[str, list[float]], name: str) -> float:

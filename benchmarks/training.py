@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -28,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.naive import naive_hidden
+from benchmarks.turns import take_turns
 from wm_ds import config as configuration
 from wm_ds import distributed  # before anything that imports DeepSpeed
 from wm_ds.build import build_model, model_config
@@ -35,7 +35,6 @@ from wm_ds.flops import training
 from wm_ds.loss import TokenLoss, cross_entropy_sum
 
 Step = Callable[[], None]
-Clock = Callable[[], float]
 
 
 def settings(options: argparse.Namespace, family: str, k: int | None, recompute: str) -> dict[str, Any]:
@@ -102,8 +101,6 @@ def candidates(options: argparse.Namespace) -> dict[str, tuple[Step, float | Non
                     loss = module(*arguments)
             loss.backward()
             module.zero_grad(set_to_none=True)
-            if options.device.startswith("cuda"):
-                torch.cuda.synchronize()
 
         cost = training(hf, options.length, policy)
         name = f"{family}{'' if k is None else f' k={k}'}{'' if policy == 'none' else f', {policy}'}"
@@ -113,23 +110,17 @@ def candidates(options: argparse.Namespace) -> dict[str, tuple[Step, float | Non
     return found
 
 
-def interleaved(steps: dict[str, Step], repeats: int, clock: Clock = time.perf_counter) -> dict[str, float]:
+def medians(steps: dict[str, Step], repeats: int, cpu_time: bool = False) -> dict[str, float]:
     """Median seconds of each, run in turn after one warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            start = clock()
-            step()
-            if turn:
-                seconds[name].append(clock() - start)
+    seconds = take_turns(steps, repeats, cpu_time=cpu_time)
     return {name: median(values) for name, values in seconds.items()}
 
 
 def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Ratios to Qwen3 of every candidate."""
     found = candidates(options)
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    seconds = interleaved({name: step for name, (step, _) in found.items()}, options.repeats, clock)
+    steps = {name: step for name, (step, _) in found.items()}
+    seconds = medians(steps, options.repeats, options.cpu_time)
     base, base_flops = seconds["vanilla"], found["vanilla"][1]
     result: dict[str, dict[str, float]] = {}
     for name, (_, flops) in found.items():
@@ -192,7 +183,7 @@ def engine_rank(options: argparse.Namespace) -> None:
     zero = {"stage": options.stage}
     engine = build(config, {"zero_optimization": zero}, lm, world, options.length)
     steps["engine"] = lambda: engine.step([batch])
-    seconds = interleaved(steps, options.repeats)
+    seconds = medians(steps, options.repeats)
     if world.is_main:
         print(json.dumps(seconds), flush=True)
     distributed.shutdown()

@@ -21,11 +21,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    tokenizer = toy_corpus.byte_tokenizer(folder / "tokenizer")
-    text = toy_corpus.write_jsonl(folder / "text.jsonl", toy_corpus.numbered(200))
-    assert toy_corpus.pack(folder / "packed", [text], tokenizer, "--seq-len", 24, "--holdout", 8) == 0
-    return folder / "packed"
+    return toy_corpus.packed(tmp_path_factory.mktemp("data"), 200, "--seq-len", 24, "--holdout", 8)
 
 
 def run_file(folder: Path, data: Path, **changes: Any) -> Path:

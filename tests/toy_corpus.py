@@ -94,6 +94,14 @@ def pack(output: Path, inputs: list[Path | str], tokenizer: Path, *options: Any)
     return PACK.main([str(argument) for argument in arguments])
 
 
+def packed(folder: Path, texts: int, *options: Any) -> Path:
+    """So many numbered texts, packed with a byte tokenizer: FOLDER/packed."""
+    tokenizer = byte_tokenizer(folder / "tokenizer")
+    source = write_jsonl(folder / "texts.jsonl", numbered(texts))
+    assert pack(folder / "packed", [source], tokenizer, *options) == 0
+    return folder / "packed"
+
+
 def pack_process(output: Path, inputs: list[Path | str], tokenizer: Path, *options: Any) -> list[str]:
     """The command line of the same, for a process of its own."""
     arguments = ["--input", *inputs, "--tokenizer", tokenizer, "--output", output, *options]

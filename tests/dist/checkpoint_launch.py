@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import yaml
+
 from wm_ds.distributed import free_port
 
 ROOT = str(Path(__file__).parents[2])
@@ -50,6 +52,25 @@ def start_trainer(world: int, arguments: list[str], folder: Path) -> list[BasePr
 
     folder.mkdir(parents=True, exist_ok=True)
     return fork(checkpoint_worker.trainer, [(arguments,)] * world, folder)
+
+
+def launch_run(
+    folder: Path, config: dict, name: str, world: int, *overrides: str
+) -> tuple[list[BaseProcess], Path]:
+    """Start the trainer on `config` with RUN_DIR = FOLDER/NAME; (ranks, folder of their logs)."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config | {"run": config["run"] | {"dir": str(folder / name)}}))
+    ranks_folder = folder / f"{name}-ranks-{time.monotonic_ns()}"
+    return start_trainer(world, [str(path), *overrides], ranks_folder), ranks_folder
+
+
+def train_run(
+    folder: Path, config: dict, name: str, world: int, *overrides: str, timeout_s: float = 120
+) -> None:
+    """The same to its end. Fails with the ranks' logs."""
+    ranks, ranks_folder = launch_run(folder, config, name, world, *overrides)
+    codes = finish(ranks, timeout_s)
+    assert codes == [0] * world, f"{codes}\n{logs(ranks_folder)}"
 
 
 def fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BaseProcess]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from tests import toy_corpus
-from tests.dist.checkpoint_launch import finish, logs, start_trainer
+from tests.dist.checkpoint_launch import finish, launch_run, logs, train_run
 from wm_ds.checkpoint import find_latest, load_weights, read_tensor, verify
 from wm_ds.checkpoint_directory import list_checkpoints
 from wm_ds.checkpoint_format import read_manifest
@@ -25,11 +25,7 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
     """A tiny run: 4 layers, 12 sequences of 32 tokens a step, two micro-batches per rank at two ranks."""
-    folder = tmp_path_factory.mktemp("data")
-    tokenizer = toy_corpus.byte_tokenizer(folder / "tok")
-    texts = toy_corpus.write_jsonl(folder / "texts.jsonl", toy_corpus.numbered(400))
-    code = toy_corpus.pack(folder / "packed", [texts], tokenizer, "--seq-len", 32, "--holdout", 8)
-    assert code == 0
+    data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 400, "--seq-len", 32, "--holdout", 8)
     return {
         "run": {"dir": "", "seed": 3, "timeout_minutes": 1.0},
         "model": {
@@ -42,7 +38,7 @@ def config(tmp_path_factory) -> dict:
             "num_kv_channels": 2,
             "num_groups": 4,
         },
-        "data": {"train": str(folder / "packed")},
+        "data": {"train": str(data)},
         "batch": {"global_batch": 12, "micro_batch": 3},
         "optim": {"lr": 3e-3, "ns_dtype": "float32"},
         "precision": "fp32",
@@ -52,20 +48,6 @@ def config(tmp_path_factory) -> dict:
         "evaluate": {"every": 2, "sequences": 4},  # on the steps that are saved, too
         "log": {"every": 1, "details_every": 100, "tensorboard": False},
     }
-
-
-def launch(tmp_path: Path, config: dict, name: str, world: int, *overrides: str) -> tuple[list, Path]:
-    """Start the trainer on RUN_DIR = tmp_path/NAME; (ranks, folder of their logs)."""
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config | {"run": config["run"] | {"dir": str(tmp_path / name)}}))
-    folder = tmp_path / f"{name}-ranks-{time.monotonic_ns()}"
-    return start_trainer(world, [str(path), *overrides], folder), folder
-
-
-def train(tmp_path: Path, config: dict, name: str, world: int, *overrides: str) -> None:
-    ranks, folder = launch(tmp_path, config, name, world, *overrides)
-    codes = finish(ranks, 120)
-    assert codes == [0] * world, f"{codes}\n{logs(folder)}"
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -82,7 +64,7 @@ def holdout(run_dir: Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, config) -> Path:
     base = tmp_path_factory.mktemp("unbroken")
-    train(base, config, "run", 2)
+    train_run(base, config, "run", 2)
     return base / "run"
 
 
@@ -100,7 +82,7 @@ def wait_for(folder: Path, run_dir: Path, number: int) -> None:
 @pytest.mark.parametrize("ending", ["SIGUSR1", "SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_stopped_or_killed_run_continues_bitwise(tmp_path, config, unbroken, ending):
     """A signal to rank 1: both save one step and exit 0 with a marker; a kill: neither. Then as unbroken."""
-    ranks, folder = launch(tmp_path, config, "run", 2)
+    ranks, folder = launch_run(tmp_path, config, "run", 2)
     run_dir = tmp_path / "run"
     wait_for(folder, run_dir, 3)
     os.kill(ranks[1].pid, getattr(signal, ending))
@@ -115,7 +97,7 @@ def test_stopped_or_killed_run_continues_bitwise(tmp_path, config, unbroken, end
         assert marker["reason"] == ending
         assert find_latest(run_dir) == step(run_dir, marker["step"])
         assert max(losses(run_dir)) == marker["step"]
-    train(tmp_path, config, "run", 2)
+    train_run(tmp_path, config, "run", 2)
     assert (run_dir / "done").exists()
     assert not (run_dir / "stopped").exists()
     assert losses(run_dir) == losses(unbroken)
@@ -145,7 +127,7 @@ def test_run_continues_at_another_size_and_stage(tmp_path, config, unbroken, wor
     (run_dir / "config.yaml").write_text(text.replace(str(unbroken), str(run_dir)))
     (run_dir / "metrics.jsonl").unlink()
     micro = 12 // world // 2 or 1  # two micro-batches a step, as at two ranks
-    train(
+    train_run(
         tmp_path,
         config,
         "run",
@@ -166,9 +148,9 @@ def test_run_continues_at_another_size_and_stage(tmp_path, config, unbroken, wor
 def test_failed_save_ends_the_run_with_the_last_good_one_in_place(tmp_path, config):
     """Rank 1 cannot write: non-zero on both within a minute, no marker, and keep_last 1 kept the good one."""
     run_dir = tmp_path / "run"
-    train(tmp_path, config, "run", 2, "steps=2", "checkpoint.keep_last=1", "evaluate.every=null")
+    train_run(tmp_path, config, "run", 2, "steps=2", "checkpoint.keep_last=1", "evaluate.every=null")
     (run_dir / "done").unlink()
-    ranks, folder = launch(
+    ranks, folder = launch_run(
         tmp_path, config, "run", 2, "steps=2000", "checkpoint.keep_last=1", "evaluate.every=null"
     )
     wait_for(folder, run_dir, 3)
@@ -195,7 +177,7 @@ def test_damaged_checkpoint_is_refused_before_the_first_step(tmp_path, config, u
     data[-5] ^= 1
     target.write_bytes(data)
     before = (run_dir / "metrics.jsonl").read_text()
-    ranks, folder = launch(tmp_path, config, "run", 2, "steps=10")
+    ranks, folder = launch_run(tmp_path, config, "run", 2, "steps=10")
     assert finish(ranks, 90) == [1, 1], logs(folder)
     said = (folder / "rank_0.log").read_text()
     assert f"error: cannot resume: rank 1: {target}: is damaged" in said.replace("rank 0: ", "rank 1: ")

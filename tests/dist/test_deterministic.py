@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests import toy_corpus
-from tests.dist.checkpoint_launch import finish, logs, start_trainer
+from tests.dist.checkpoint_launch import train_run
 from wm_ds.checkpoint import load_weights
 
 ROOT = Path(__file__).parents[2]
@@ -20,17 +19,13 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    tokenizer = toy_corpus.byte_tokenizer(folder / "tokenizer")
-    text = toy_corpus.write_jsonl(folder / "text.jsonl", toy_corpus.numbered(200))
-    assert toy_corpus.pack(folder / "packed", [text], tokenizer, "--seq-len", 24, "--holdout", 4) == 0
-    return folder / "packed"
+    return toy_corpus.packed(tmp_path_factory.mktemp("data"), 200, "--seq-len", 24, "--holdout", 4)
 
 
 def train(folder: Path, data: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """(rows of metrics, final weights) of a run in bf16 autocast, with accumulation and recomputation."""
     raw = {
-        "run": {"dir": str(folder / "run"), "deterministic": True, "timeout_minutes": 2.0},
+        "run": {"deterministic": True, "timeout_minutes": 2.0},
         "model": {
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -50,11 +45,7 @@ def train(folder: Path, data: Path) -> tuple[list[dict[str, Any]], dict[str, tor
         "log": {"details_every": 2, "tensorboard": False},
     }
     folder.mkdir()
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    ranks = start_trainer(2, [str(path)], folder / "ranks")
-    codes = finish(ranks, 300)
-    assert codes == [0, 0], f"{codes}\n{logs(folder / 'ranks')}"
+    train_run(folder, raw, "run", 2, timeout_s=300)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     weights = dict(load_weights(folder / "run" / "checkpoints" / f"step_{STEPS:08d}"))
     return rows, weights

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests import toy_corpus
-from tests.dist.checkpoint_launch import finish, logs, start_trainer
+from tests.dist.checkpoint_launch import train_run
 from wm_ds.train import main
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +17,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("data")
-    tokenizer = toy_corpus.byte_tokenizer(folder / "tok")
-    texts = toy_corpus.write_jsonl(folder / "texts.jsonl", toy_corpus.numbered(300))
-    code = toy_corpus.pack(folder / "packed", [texts], tokenizer, "--seq-len", 32, "--holdout", 6)
-    assert code == 0
+    data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 300, "--seq-len", 32, "--holdout", 6)
     return {
         "run": {"dir": "", "seed": 3, "timeout_minutes": 1.0},
         "model": {
@@ -35,7 +30,7 @@ def config(tmp_path_factory) -> dict:
             "num_kv_channels": 2,
             "num_groups": 4,
         },
-        "data": {"train": str(folder / "packed")},
+        "data": {"train": str(data)},
         "batch": {"global_batch": 8, "micro_batch": 2},
         "optim": {"lr": 3e-3, "ns_dtype": "float32"},
         "precision": "fp32",
@@ -49,14 +44,6 @@ def config(tmp_path_factory) -> dict:
     }
 
 
-def train(tmp_path: Path, config: dict, world: int, *overrides: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config | {"run": config["run"] | {"dir": str(tmp_path / "run")}}))
-    folder = tmp_path / f"ranks-{time.monotonic_ns()}"
-    codes = finish(start_trainer(world, [str(path), *overrides], folder), 150)
-    assert codes == [0] * world, f"{codes}\n{logs(folder)}"
-
-
 def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -64,7 +51,7 @@ def rows(run_dir: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, config) -> Path:
     base = tmp_path_factory.mktemp("unbroken")
-    train(base, config, 2)
+    train_run(base, config, "run", 2, timeout_s=150)
     return base / "run"
 
 
@@ -98,7 +85,7 @@ def test_run_continues_with_other_numbers_of_ranks_for_a_row(
     (run_dir / "config.yaml").write_text(text.replace(str(unbroken), str(run_dir)))
     (run_dir / "metrics.jsonl").unlink()
     stage_file = f"deepspeed={ROOT}/ds_configs/zero{stage}.json"
-    train(tmp_path, config, world, f"sequence_parallel={shared}", stage_file)
+    train_run(tmp_path, config, "run", world, f"sequence_parallel={shared}", stage_file, timeout_s=150)
     whole = [row for row in rows(unbroken) if row["step"] > 2]
     mine = rows(run_dir)
     assert [row["step"] for row in mine] == [row["step"] for row in whole]

@@ -66,6 +66,28 @@ def submit(cluster, *arguments):
     return jobs
 
 
+def submit_training(cluster, finished, *arguments, **environment):
+    """The job of training alone, on what the chain's test packed; skips where that has not run."""
+    if not finished:
+        pytest.skip("needs the run of test_pack_train_export_evaluate")
+    real(cluster)
+    cluster.env.update(environment)
+    options = [argument for argument in arguments if argument.startswith("--")]
+    settings = [argument for argument in arguments if argument not in options]
+    data = f"data.train={finished['data']}"
+    return submit(cluster, "--stages=train", *options, CONFIG, data, *settings)["train"]
+
+
+def assert_nothing_lost(cluster, finished, job):
+    """Stopped once and gone on: each step once, with the losses of the run that nobody disturbed."""
+    ended = cluster.wait_end(job, 240)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
+    steps = [row["step"] for row in cluster.metrics() if "loss" in row]
+    assert steps == list(range(1, STEPS + 1)), "lost or replayed a step"
+    assert cluster.losses() == finished["losses"], "bitwise"
+
+
 def train_log(cluster, job):
     return (cluster.run_dir / "logs" / f"train-{job}.log").read_text()
 
@@ -118,109 +140,71 @@ def test_pack_train_export_evaluate(cluster, texts, finished, tmp_path_factory):
 
 
 def test_preempted_and_finishes_with_the_losses_of_an_uninterrupted_run(cluster, finished):
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    jobs = submit(
-        cluster,
-        "--stages=train",
-        CONFIG,
-        f"data.train={finished['data']}",
-        f"steps={STEPS}",
-        "checkpoint.every=1000",
-    )
+    job = submit_training(cluster, finished, f"steps={STEPS}", "checkpoint.every=1000")
     cluster.wait_step(4, 200)
     urgent = cluster.sbatch(
         "-p", "urgent", "--nodes=4", "--exclusive", "--time=1", "-o", "/dev/null", "--wrap", "sleep 1"
     )
     assert cluster.wait_end(urgent)["JobState"] == "COMPLETED"
-    ended = cluster.wait_end(jobs["train"], 240)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
-    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
-    rows = [row for row in cluster.metrics() if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "lost or replayed a step"
-    assert {row["attempt"] for row in rows} == {1, 2}
-    assert cluster.losses() == finished["losses"], "bitwise"
+    assert_nothing_lost(cluster, finished, job)
+    assert {row["attempt"] for row in cluster.metrics() if "loss" in row} == {1, 2}
 
 
 def test_usr1_saves_requeues_and_goes_on_with_the_same_losses(cluster, finished):
     """As before the time limit, here while the ranks still import: it is repeated until they hear it."""
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    jobs = submit(
-        cluster,
-        "--stages=train",
-        CONFIG,
-        f"data.train={finished['data']}",
-        f"steps={STEPS}",
-        "checkpoint.every=1000",
-    )
-    started = cluster.run_dir / "logs" / f"train-{jobs['train']}.log"
+    job = submit_training(cluster, finished, f"steps={STEPS}", "checkpoint.every=1000")
+    started = cluster.run_dir / "logs" / f"train-{job}.log"
     cluster.wait("the ranks", lambda: started.exists() and "training; follow it" in started.read_text(), 100)
-    cluster.call("scancel", "--signal=USR1", "--batch", jobs["train"])
-    ended = cluster.wait_end(jobs["train"], 240)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
-    assert [end["result"] for end in cluster.attempts()] == ["stopped", "done"]
-    rows = [row for row in cluster.metrics() if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "lost or replayed a step"
-    assert cluster.losses() == finished["losses"], "bitwise"
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    assert_nothing_lost(cluster, finished, job)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_choices(cluster, finished):
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    jobs = submit(
-        cluster, "--stages=train", "--nodes=1", "--gpus-per-node=3", CONFIG, f"data.train={finished['data']}"
-    )
-    ended = cluster.wait_end(jobs["train"], 200)
+    job = submit_training(cluster, finished, "--nodes=1", "--gpus-per-node=3")
+    ended = cluster.wait_end(job, 200)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
     refusal = "error: global_batch 4 does not divide over 3 ranks x micro_batch 1; use "
-    assert train_log(cluster, jobs["train"]).count(refusal) == 1
+    assert train_log(cluster, job).count(refusal) == 1
 
 
 def test_a_rank_that_raises(cluster, finished):
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    cluster.env.update(WM_TRAIN_MODULE="faulty_train", FAULT="raise:2:4", WM_MAX_CRASHES="0")
-    jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}")
-    ended = cluster.wait_end(jobs["train"], 240)
+    job = submit_training(
+        cluster, finished, WM_TRAIN_MODULE="faulty_train", FAULT="raise:2:4", WM_MAX_CRASHES="0"
+    )
+    ended = cluster.wait_end(job, 240)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
-    log = train_log(cluster, jobs["train"])
+    log = train_log(cluster, job)
     assert log.count("ZeroDivisionError: the planted fault") == 1
     assert re.search(r"first failure: rank 2 on wm\d, exception, exit code 1, step 4", log)
 
 
 def test_a_killed_rank_is_replaced_and_the_losses_are_the_same(cluster, finished):
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    cluster.env.update(WM_TRAIN_MODULE="faulty_train", FAULT="kill:3:8")
-    jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}", f"steps={STEPS}")
-    ended = cluster.wait_end(jobs["train"], 300)
+    job = submit_training(
+        cluster, finished, f"steps={STEPS}", WM_TRAIN_MODULE="faulty_train", FAULT="kill:3:8"
+    )
+    ended = cluster.wait_end(job, 300)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
     assert [(end["result"], end.get("exit_code")) for end in cluster.attempts()] == [
         ("crash", 137),
         ("done", None),
     ]
     assert cluster.losses() == finished["losses"], "bitwise, though steps 6 and 7 were taken twice"
-    log = train_log(cluster, jobs["train"])
+    log = train_log(cluster, job)
     assert re.search(r"first failure: rank 3 on wm\d, killed by SIGKILL, exit code 137, step 8", log)
     replayed = [row["step"] for row in cluster.metrics() if row.get("replayed") and "loss" in row]
     assert replayed == [6, 7]
 
 
 def test_a_rank_that_hangs(cluster, finished):
-    if not finished:
-        pytest.skip("needs the run of test_pack_train_export_evaluate")
-    real(cluster)
-    cluster.env.update(
-        WM_TRAIN_MODULE="faulty_train", FAULT="hang:1:4", WM_MAX_CRASHES="0", WM_HANG_TIMEOUT="40"
+    job = submit_training(
+        cluster,
+        finished,
+        WM_TRAIN_MODULE="faulty_train",
+        FAULT="hang:1:4",
+        WM_MAX_CRASHES="0",
+        WM_HANG_TIMEOUT="40",
     )
-    jobs = submit(cluster, "--stages=train", CONFIG, f"data.train={finished['data']}")
-    ended = cluster.wait_end(jobs["train"], 240)
+    ended = cluster.wait_end(job, 240)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "71:0")
     logs = cluster.rank_logs(1)
     for rank in range(4):
