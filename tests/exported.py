@@ -5,6 +5,8 @@ The checkpoint is written as several ranks would: every tensor is cut into fragm
 
 import json
 import random
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tools import pack_data
 from wm_ds import checkpoint_format as format
-from wm_ds import trained
+from wm_ds import export, trained
+from wm_ds.encode import make_encoder, open_tokenizer
 
 EOS = "<|endoftext|>"
 MODEL = {
@@ -118,3 +121,30 @@ def save(run: Path, model: torch.nn.Module, step: int) -> Path:
 
 def random_rows(rows: int, length: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, vocab, (rows, length)))
+
+
+def run_export(
+    source: Path, out: Path, step: int | None = None, dtype=torch.float32, size: int = 10**9
+) -> Path:
+    """Export without a word; returns the folder."""
+    return export.export(
+        trained.find(source, step), out, dtype=dtype, max_shard_size=size, say=lambda _: None
+    )
+
+
+def assert_packer_ids(tokenizer, packer: Path) -> None:
+    rng = random.Random(0)
+    texts = [
+        "".join(chr(rng.choice([*range(32, 127), 32, 233, 0x4E2D, 10])) for _ in range(20))
+        for _ in range(1000)
+    ]
+    ids, offsets = make_encoder(open_tokenizer(str(packer))).encode(texts)
+    assert tokenizer(texts)["input_ids"] == [ids[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def assert_one_line_error(result: subprocess.CompletedProcess, *words: str) -> None:
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert all(word in lines[0] for word in words), lines[0]

@@ -1,6 +1,5 @@
 """Exports of a checkpoint, loaded the way a stranger would load them."""
 
-import base64
 import json
 import os
 import random
@@ -8,22 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from tests import exported
-from tools import export_hf
 from wm_ds import export, trained
-from wm_ds.encode import make_encoder, open_tokenizer
 from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 
 TOOL = str(Path(__file__).parent.parent / "tools" / "export_hf.py")
@@ -46,14 +39,6 @@ def folder(run) -> Path:
 def cli(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, TOOL, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-
-
-def run_export(
-    source: Path, out: Path, step: int | None = None, dtype=torch.float32, size: int = 10**9
-) -> Path:
-    return export.export(
-        trained.find(source, step), out, dtype=dtype, max_shard_size=size, say=lambda _: None
-    )
 
 
 @pytest.fixture
@@ -95,46 +80,7 @@ def test_ids_agree_everywhere(run, folder):
     assert config["bos_token_id"] is None
     assert generation.get("bos_token_id") is None
     assert tokenizer.model_max_length == config["max_position_embeddings"] == packed["seq_len"]
-    assert_packer_ids(tokenizer, run.parent / "tokenizer")
-
-
-def assert_packer_ids(tokenizer, packer: Path) -> None:
-    rng = random.Random(0)
-    texts = [
-        "".join(chr(rng.choice([*range(32, 127), 32, 233, 0x4E2D, 10])) for _ in range(20))
-        for _ in range(1000)
-    ]
-    ids, offsets = make_encoder(open_tokenizer(str(packer))).encode(texts)
-    assert tokenizer(texts)["input_ids"] == [ids[a:b].tolist() for a, b in pairwise(offsets)]
-
-
-def test_sentencepiece_becomes_a_tokenizer_json(tmp_path, unchecked):
-    """Data packed with a .model: the export's tokenizer gives the same ids; one that did not is refused."""
-    model = tmp_path / "packer.model"
-    rng = random.Random(0)
-    words = ["".join(rng.choices("etaoinshr", k=rng.randint(1, 7))) for _ in range(300)]
-    with model.open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([" ".join(rng.choices(words, k=12)) for _ in range(300)]),
-            model_writer=file,
-            vocab_size=300,
-            model_type="bpe",
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            minloglevel=2,
-        )
-    exported.make_data(tmp_path / "packed", model)
-    run = exported.make_run(tmp_path)
-    out = run_export(run, tmp_path / "out")
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    assert_packer_ids(tokenizer, model)
-    assert tokenizer.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            export, "_random_texts", lambda _: ["<s>"]
-        )  # characters there, a token for transformers
-        with pytest.raises(export.ExportError, match="otherwise than the packer: '<s>'"):
-            run_export(run, tmp_path / "other")
+    exported.assert_packer_ids(tokenizer, run.parent / "tokenizer")
 
 
 def test_card_tells_the_run(folder):
@@ -182,7 +128,7 @@ def test_needs_trust(folder):
 def test_bf16_is_rounded_once_and_tied_head_is_shared(tmp_path):
     """The bf16 file is the elementwise rounding of the masters; a tied head is in no file."""
     run = exported.make_run(tmp_path, tie_word_embeddings=True, num_kv_channels=4)
-    out = run_export(run, tmp_path / "out", dtype=torch.bfloat16)
+    out = exported.run_export(run, tmp_path / "out", dtype=torch.bfloat16)
     model = exported.build(run, seed=7)
     held = weights(out)
     assert "lm_head.weight" not in held
@@ -195,7 +141,7 @@ def test_bf16_is_rounded_once_and_tied_head_is_shared(tmp_path):
 
 def test_vanilla_is_plain_qwen3(tmp_path):
     run = exported.make_run(tmp_path, family="vanilla")
-    out = run_export(run, tmp_path / "out")
+    out = exported.run_export(run, tmp_path / "out")
     assert not list(out.glob("*.py"))
     config = json.loads((out / "config.json").read_text())
     assert not {"auto_map", "tokenizer_size"} & config.keys()
@@ -241,7 +187,7 @@ def watched_export(run: Path, out: Path) -> tuple[Path, dict, dict, dict]:
             return answer
 
         patch.setattr(export, "load_apart", spy)
-        folder = run_export(run, out)
+        folder = exported.run_export(run, out)
     return folder, *seen
 
 
@@ -264,8 +210,9 @@ def test_rows_shorter_than_the_check(tmp_path):
 def test_explicit_step_is_that_step(tmp_path, unchecked):
     run = exported.make_run(tmp_path, step=7)
     exported.save(run, exported.build(run, seed=9), 9)
-    latest, seventh = run_export(run, tmp_path / "latest"), run_export(run, tmp_path / "seventh", step=7)
-    by_path = run_export(run / "checkpoints" / "step_00000007", tmp_path / "by_path")
+    latest = exported.run_export(run, tmp_path / "latest")
+    seventh = exported.run_export(run, tmp_path / "seventh", step=7)
+    by_path = exported.run_export(run / "checkpoints" / "step_00000007", tmp_path / "by_path")
     name = "model.layers.1.mlp.up_proj.weight"
     for out, seed in ((latest, 9), (seventh, 7), (by_path, 7)):
         assert torch.equal(weights(out)[name], dict(exported.build(run, seed).named_parameters())[name])
@@ -275,9 +222,9 @@ def test_explicit_step_is_that_step(tmp_path, unchecked):
 
 
 def test_export_again_leaves_nothing_stale(run, tmp_path, unchecked):
-    run_export(run, tmp_path / "out", size=50_000)
+    exported.run_export(run, tmp_path / "out", size=50_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
-    run_export(run, tmp_path / "out")
+    exported.run_export(run, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -298,7 +245,7 @@ def test_kill_leaves_no_folder(run, tmp_path):
         process.stdout.close()
         assert not out.exists()
     assert list(tmp_path.glob(".out.unfinished-*"))
-    run_export(run, out, dtype=torch.bfloat16)
+    exported.run_export(run, out, dtype=torch.bfloat16)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -320,7 +267,7 @@ def test_kill_in_the_last_check_leaves_a_hidden_folder_that_does_not_load(run, t
     assert (left / "model.safetensors").is_file()
     with pytest.raises(ValueError, match=r"Unrecognized model .* in its config\.json"):
         AutoModelForCausalLM.from_pretrained(left, trust_remote_code=True)
-    run_export(run, tmp_path / "link")
+    exported.run_export(run, tmp_path / "link")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "target[1]"]
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target[1]" / "config.json").is_file()
@@ -396,140 +343,8 @@ def test_damaged_checkpoint_is_not_exported(tmp_path):
     content[-3] ^= 1
     file.write_bytes(content)
     result = cli(run, "--output", tmp_path / "out")
-    assert_one_line_error(result, "rank_00001.safetensors: is damaged")
+    exported.assert_one_line_error(result, "rank_00001.safetensors: is damaged")
     assert not (tmp_path / "out").exists()
-
-
-def assert_one_line_error(result: subprocess.CompletedProcess, *words: str) -> None:
-    assert result.returncode == 1
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    assert all(word in lines[0] for word in words), lines[0]
-
-
-def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
-    """In this process, for speed: SystemExit with a text is that text on stderr and exit status 1."""
-    out = tmp_path / "out"
-    other = exported.make_tokenizer(tmp_path / "other")
-    settings = json.loads((other / "tokenizer.json").read_text())
-    settings["pre_tokenizer"]["add_prefix_space"] = True
-    (other / "tokenizer.json").write_text(json.dumps(settings))
-    bigger = exported.make_tokenizer(tmp_path / "bigger")
-    more = AutoTokenizer.from_pretrained(bigger)
-    more.add_tokens([f"<more{i}>" for i in range(100)])
-    more.save_pretrained(bigger)
-    occupied = tmp_path / "occupied"
-    occupied.mkdir()
-    (occupied / "thesis.tex").write_text("years of work")
-    empty_run = tmp_path / "empty"
-    empty_run.mkdir()
-    (empty_run / "config.yaml").write_text((run / "config.yaml").read_text())
-    cases = [
-        ((tmp_path / "nowhere", "--output", out), ["nowhere does not exist"]),
-        ((tmp_path, "--output", out), ["is no run directory, checkpoint or exported folder"]),
-        ((empty_run, "--output", out), ["has no checkpoint yet"]),
-        ((run, "--step", "8", "--output", out), ["no checkpoint of step 8", "step_00000007"]),
-        ((run, "--output", occupied), ["occupied exists and is not an export"]),
-        ((run, "--output", out, "--max-shard-size", "many"), ["'many' is not a size"]),
-        ((run, "--output", out, "--tokenizer", tmp_path), ["no tokenizer.json or tokenizer.model in"]),
-        ((run, "--output", out, "--tokenizer", bigger), ["has 357 tokens, more than", "vocab_size 320"]),
-        ((run, "--output", out, "--tokenizer", other), ["not the one that packed the data"]),
-    ]
-    for arguments, words in cases:
-        monkeypatch.setattr(sys, "argv", [TOOL, *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            export_hf.main()
-        result = subprocess.CompletedProcess(arguments, 1, stderr=exit.value.code)
-        assert_one_line_error(result, *words)
-    assert not out.exists()
-    assert (occupied / "thesis.tex").exists()
-
-
-class FakeHub(BaseHTTPRequestHandler):
-    """As much of the Hub's protocol as an upload of small files needs; `log` is what was asked of it."""
-
-    def do_GET(self):
-        if "Authorization" not in self.headers:
-            return self.answer(401, {"error": "Invalid credentials"})
-        return self.answer(200, {"name": "me", "type": "user"})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.server.log.append((self.path, body))
-        if self.server.refuse in self.path:
-            return self.answer(403, {"error": "You may not\nwrite here"})
-        if self.path == "/api/repos/create":
-            return self.answer(200, {"url": f"{self.server.address}/me/model"})
-        if "/preupload/" in self.path:
-            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
-            return self.answer(200, {"files": [f | {"shouldIgnore": False} for f in files]})
-        return self.answer(200, {"commitUrl": f"{self.server.address}/me/model/commit/1", "commitOid": "1"})
-
-    def answer(self, status, content):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.address, server.log, server.refuse = f"http://127.0.0.1:{server.server_port}", [], "nothing"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def push(monkeypatch, run: Path, out: Path, address: str, token: str | None) -> str:
-    """Export and upload through the real client, made to speak to `address`; returns the error, if any."""
-    from huggingface_hub import HfApi
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token=token or False))
-    arguments = [str(run), "--output", str(out), "--push-to-hub", "me/model", "--private"]
-    monkeypatch.setattr(sys, "argv", [TOOL, *arguments])
-    try:
-        export_hf.main()
-    except SystemExit as exit:
-        return str(exit.code)
-    return ""
-
-
-def test_the_folder_is_uploaded(run, tmp_path, hub, unchecked, monkeypatch):
-    assert push(monkeypatch, run, tmp_path / "out", hub.address, "hf_x") == ""
-    create = json.loads(next(body for path, body in hub.log if path == "/api/repos/create"))
-    assert (create["name"], create["organization"]) == ("model", "me")
-    assert create["visibility"] == "private"
-    commit = next(body for path, body in hub.log if path == "/api/models/me/model/commit/main")
-    lines = [json.loads(line) for line in commit.splitlines()]
-    sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-    assert sent.keys() == {path.name for path in (tmp_path / "out").iterdir()}
-    assert base64.b64decode(sent["config.json"]) == (tmp_path / "out" / "config.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("no token", "cannot upload to me/model"),
-        ("no network", "cannot upload to me/model"),
-        ("refused", "is complete, but uploading it to me/model failed"),
-    ],
-)
-def test_an_upload_that_fails_is_one_line(run, tmp_path, hub, unchecked, monkeypatch, fault, words):
-    """Without token or network nothing is exported; a refusal later leaves the complete folder."""
-    hub.refuse = "/commit/"
-    address = "http://127.0.0.1:9" if fault == "no network" else hub.address
-    token = None if fault == "no token" else "hf_x"
-    error = push(monkeypatch, run, tmp_path / "out", address, token)
-    assert_one_line_error(subprocess.CompletedProcess([], 1, stderr=error), words)
-    assert (tmp_path / "out").exists() == (fault == "refused")
 
 
 def test_shards_are_planned_by_size():

@@ -16,10 +16,8 @@ kill hits, DIR is the old folder, the new one, or absent, and what is left besid
 import glob
 import json
 import os
-import random
 import re
 import shutil
-import string
 import subprocess
 import sys
 import tempfile
@@ -33,12 +31,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from wm_ds import model as model_package
 from wm_ds import model_card, standalone
 from wm_ds.checkpoint_format import Reader, sync_directory, verify
-from wm_ds.encode import TokenizerSpec, make_encoder, open_tokenizer
+from wm_ds.export_tokenizer import ExportError, agree_on_ids, copy_tokenizer
 from wm_ds.trained import CLASSES, Trained, TrainedError
 
 PROVENANCE = "export.json"
@@ -47,20 +45,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # A comparison in the export's own dtype: same code and weights, so only the order of sums may differ.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 GREEDY_TOKENS = 32
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-
-
-class ExportError(RuntimeError):
-    """The export cannot be made or failed its check; the text says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,7 @@ def export(
     tokenizer_dir = source.tokenizer_dir()
     config = source.hf_config()
     sha256 = source.data["tokenizer"]["sha256"]
-    tokenizer_size = _agree_on_ids(config, tokenizer_dir, int(source.data["eos_id"]), sha256)
+    tokenizer_size = agree_on_ids(config, tokenizer_dir, int(source.data["eos_id"]), sha256)
     config.dtype = dtype
     say(f"verifying {source.path}")
     problems = verify(source.path)
@@ -100,7 +84,7 @@ def export(
     try:
         with source.reader() as reader:
             write_weights(reader, source.shapes(), part, dtype, max_shard_size, say)
-        _copy_tokenizer(tokenizer_dir, part, config.max_position_embeddings)
+        copy_tokenizer(tokenizer_dir, part, config.max_position_embeddings)
         _write_code_and_config(config, tokenizer_size, part)
         facts = source.facts() | {"dtype": str(dtype).removeprefix("torch.")}
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
@@ -186,77 +170,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-# -- configuration, code, tokenizer --------------------------------------------------------------------------
-
-
-def _agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | None) -> int:
-    """Set the configuration's special ids; the tokenizer must agree with what the data was packed with.
-
-    Returns the tokenizer's size: ids from there to vocab_size are padding of the vocabulary.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    size = max(tokenizer.get_vocab().values()) + 1  # len(tokenizer), unless it leaves out ids
-    if size > config.vocab_size:
-        raise ExportError(
-            f"the tokenizer {tokenizer_dir} has {size} tokens, more than the model's vocab_size "
-            f"{config.vocab_size}; it is not the tokenizer this model was trained with"
-        )
-    if sha256 is not None and _packer(tokenizer_dir).sha256 != sha256:
-        raise ExportError(
-            f"the tokenizer {tokenizer_dir} is not the one that packed the data (its sha256 differs); "
-            "give the right folder with --tokenizer DIR"
-        )
-    if tokenizer.eos_token_id != eos_id:
-        raise ExportError(
-            f"the data was packed with EOS id {eos_id}, the tokenizer {tokenizer_dir} says "
-            f"{tokenizer.eos_token_id}"
-        )
-    config.eos_token_id = eos_id
-    config.pad_token_id = eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    config.bos_token_id = tokenizer.bos_token_id
-    return size
-
-
-def _packer(tokenizer_dir: Path) -> TokenizerSpec:
-    """The folder's tokenizer as the packer opens it: a sentencepiece model if it has no tokenizer.json."""
-    if (tokenizer_dir / "tokenizer.json").is_file():
-        return open_tokenizer(str(tokenizer_dir))
-    return open_tokenizer(str(tokenizer_dir / "tokenizer.model"))
-
-
-def _copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
-    """The tokenizer's files, with a tokenizer.json where there is none, checked to give the packer's ids."""
-    copied = [name for name in TOKENIZER_FILES if (tokenizer_dir / name).is_file()]
-    for name in copied:
-        shutil.copyfile(tokenizer_dir / name, folder / name)
-    if "tokenizer.json" not in copied:
-        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    settings["model_max_length"] = max_length
-    if settings.get("pad_token") is None:
-        # Left unset, every batched use would stop to ask for one; EOS is what such models pad with.
-        settings["pad_token"] = (
-            settings.get("eos_token") or AutoTokenizer.from_pretrained(tokenizer_dir).eos_token
-        )
-    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    texts = _random_texts(1000)
-    ids, offsets = make_encoder(_packer(tokenizer_dir)).encode(texts)
-    theirs = AutoTokenizer.from_pretrained(folder)(texts, add_special_tokens=False)["input_ids"]
-    for text, start, stop, found in zip(texts, offsets, offsets[1:], theirs):
-        if ids[start:stop].tolist() != found:
-            raise ExportError(
-                f"transformers reads the tokenizer {tokenizer_dir} otherwise than the packer: {text!r} is "
-                f"{found[:8]} and not {ids[start:stop].tolist()[:8]}; convert it to a tokenizer.json, check "
-                "that, and pack the data with it"
-            )
-
-
-def _random_texts(count: int) -> list[str]:
-    """Strings of letters, blanks, line ends, accents and Chinese, always the same."""
-    rng = random.Random(0)
-    characters = "etaoinshrdlu" * 3 + string.printable[:95] + "    \n\n\t" + "éßñ中文字"
-    return ["".join(rng.choices(characters, k=rng.randint(1, 40))) for _ in range(count)]
+# -- configuration, code -------------------------------------------------------------------------------------
 
 
 def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> None:
