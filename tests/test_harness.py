@@ -5,11 +5,13 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer
 
@@ -143,6 +145,122 @@ def test_long_requests_lose_their_left(model, tokenizer):
     assert found[0][0] == pytest.approx(by_hand(model, tokenizer, context[-62:], continuation)[0], abs=1e-4)
 
 
+def token_by_token(model, windows: list[tuple[list[int], list[int]]]) -> float:
+    """Sum over the windows' continuations, from the logits of each window alone."""
+    total = 0.0
+    for context, continuation in windows:
+        with torch.no_grad():
+            logits = model(torch.tensor([(context + continuation)[:-1]])).logits[0, len(context) - 1 :]
+        picked = torch.log_softmax(logits.double(), dim=1).gather(1, torch.tensor(continuation)[:, None])
+        total += float(picked.sum())
+    return total
+
+
+def test_continuations_longer_than_the_rows_score_every_token_once(model, tokenizer):
+    """In windows of eight behind the context's last token, as rolling perplexity does; the others as ever."""
+    lm = make_lm(model, tokenizer, 2)
+    lm._max_length = 8
+    ids = [(7 * i) % 250 for i in range(30)]
+    cases = {
+        (3, 9): [(ids[2:3], ids[3:11]), (ids[3:11], ids[11:12])],
+        (1, 16): [(ids[:1], ids[1:9]), (ids[8:9], ids[9:17])],
+        (3, 8): [(ids[2:3], ids[3:11])],
+        (6, 4): [(ids[1:6], ids[6:10])],
+        (2, 3): [(ids[:2], ids[2:5])],
+        (0, 3): [([EOS], ids[:3])],
+        (3, 0): [],
+    }
+    wanted = [(None, ids[:c], ids[c : c + n]) for c, n in cases]
+    found = lm._loglikelihood_tokens(wanted, disable_tqdm=True)
+    expected = [token_by_token(model, windows) for windows in cases.values()]
+    assert [score for score, _ in found] == pytest.approx(expected, abs=1e-4)
+    assert found[-1] == (0.0, True)
+    assert lm.cuts == {lm.WINDOWS: 2, lm.CONTEXT: 2}
+
+
+def test_the_greedy_flag_of_windows_needs_all_of_them(model, tokenizer):
+    lm = make_lm(model, tokenizer, 1)
+    lm._max_length = 4
+    best: list[int] = [5]
+    for length in range(6):  # each token the most probable one in its window, [0, 4] or [2, 6]
+        start = 0 if length < 4 else 2
+        with torch.no_grad():
+            best.append(int(model(torch.tensor([best[start:]])).logits[0, -1].argmax()))
+    assert lm._loglikelihood_tokens([(None, best[:1], best[1:])], disable_tqdm=True)[0][1]
+    last, first = [*best[:-1], best[-1] ^ 1], [best[0], best[1] ^ 1, *best[2:]]
+    for other in (last, first):
+        assert not lm._loglikelihood_tokens([(None, other[:1], other[1:])], disable_tqdm=True)[0][1]
+
+
+def test_requests_that_hold_nothing_do_not_end_the_suite(model, tokenizer):
+    pairs = [("", ""), (" ", "abc"), ("", "abc"), ("abc", "")]
+    found = loglikelihood(make_lm(model, tokenizer, 4), pairs)
+    assert found[0] == found[3] == (0.0, True)
+    assert found[1][0] == pytest.approx(by_hand(model, tokenizer, "", " abc")[0], abs=1e-4)
+    assert found[2][0] == pytest.approx(by_hand(model, tokenizer, "", "abc")[0], abs=1e-4)
+
+
+def generations(lm, prompts: list[str], **settings) -> list[str]:
+    settings = {"until": ["q"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 12} | settings
+    made = [Instance("generate_until", {}, (prompt, settings), i) for i, prompt in enumerate(prompts)]
+    return lm.generate_until(made, disable_tqdm=True)
+
+
+PROMPTS = ["abc", "a much longer prompt than that", "x", "z" * 60]
+
+
+def test_answers_are_the_stock_backend_s_at_any_batch_size(model, tokenizer):
+    stock = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, add_bos_token=False)
+    expected = generations(stock, PROMPTS)
+    assert len(set(expected)) > 1
+    for batch in (1, 3):
+        lm = make_lm(model, tokenizer, batch)
+        assert generations(lm, PROMPTS) == expected
+        assert lm.cuts == {lm.PROMPT: 1}  # 60 + 12 tokens in rows of 64
+
+
+def greedy(model, ids: list[int], count: int, schedule: Schedule) -> list[int]:
+    """By whole forwards under the schedule, no cache."""
+    for _ in range(count):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids]), schedule=schedule).logits[0, -1, :257].argmax())]
+    return ids[-count:]
+
+
+def test_the_schedule_reaches_answers(model, tokenizer):
+    """An exact evaluation of all tokens at once is the prompt's exact evaluation and decoding behind it."""
+    prompts = ["abcde fg", "hij kl mn"]
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    expected = [tokenizer.decode(greedy(model, row, 12, Schedule.exact())) for row in ids]
+    assert generations(make_lm(model, tokenizer, 2, Schedule.exact()), prompts, until=[]) == expected
+    few = make_lm(model, tokenizer, 2, Schedule.cyclic(1, 1))
+    first = [greedy(model, row, 1, Schedule.cyclic(1, 1)) for row in ids]
+    assert generations(few, prompts, until=[], max_gen_toks=1) == [tokenizer.decode(one) for one in first]
+    assert generations(few, prompts, until=[]) != expected
+
+
+def test_answers_as_long_as_the_rows_get_half_of_them(model, tokenizer):
+    """The stock backend asserts here. An empty prompt is a separator."""
+    lm = make_lm(model, tokenizer, 2)
+    prompt = "ab" * 40
+    found = generations(lm, [prompt, "", "c"], max_gen_toks=256, until=[])
+    half = greedy_texts(model, tokenizer, [tokenizer.encode(prompt)[-32:], [EOS], tokenizer.encode("c")], 32)
+    assert found == half
+    assert lm.cuts == {lm.ANSWER: 3, lm.PROMPT: 1}
+    assert generations(lm, ["c"], max_length=1000, until=[])[0].startswith(half[2])
+    assert lm.cuts[lm.ANSWER] == 4
+
+
+def greedy_texts(model, tokenizer, rows: list[list[int]], count: int) -> list[str]:
+    """By transformers alone, a row at a time, with the prefill of the model's configuration."""
+    texts = []
+    for row in rows:
+        ids = model.generate(torch.tensor([row]), max_new_tokens=count, do_sample=False)[0, len(row) :]
+        text = tokenizer.decode(ids)
+        texts.append(text.split("<|endoftext|>")[0])
+    return texts
+
+
 @torch.no_grad()
 def test_evaluation_never_holds_whole_logits():
     """A whole model at the paper's vocabulary and length, both ways to evaluate it: everything that is alive
@@ -165,6 +283,7 @@ def test_evaluation_never_holds_whole_logits():
     lm = harness.ScheduledLM.__new__(harness.ScheduledLM)
     lm._model, lm.schedule, lm._device, lm._rank = model, None, torch.device("cpu"), 0
     lm._max_length, lm.batch_size_per_gpu, lm.scored, lm.said = 2048, 1, 0, time.monotonic()
+    lm.cuts = Counter()
     row = tokens[0].tolist()
     found = {}
     for name, evaluation in {
@@ -252,6 +371,86 @@ def test_the_paper_suite_runs_on_local_files(run, model, tokenizer, tmp_path, ca
     assert "wikitext" in capsys.readouterr().out
 
 
+def arithmetic(folder: Path, **more) -> Path:
+    """gsm8k's columns; returns the folder of all tasks' data."""
+    lines = [
+        {"question": f"What is {i} plus 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} | more
+        for i in range(1, 4)
+    ]
+    (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
+    (folder / "gsm8k" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_tasks_that_generate_report_every_filter(run, tmp_path, monkeypatch, capfd):
+    """gsm8k asks for 256 tokens in rows of 64. Git is not asked about the folder, which is no checkout."""
+    monkeypatch.chdir(tmp_path)
+    data, out = arithmetic(tmp_path / "data"), tmp_path / "scores.json"
+    command = ["lm-eval", str(run), "--tasks", "gsm8k", "--data", str(data), "--exact", "--json", str(out)]
+    assert evaluate.main(command) == 0
+    report = json.loads(out.read_text())
+    assert report["schedule"].startswith("exact")
+    assert set(report["results"]["gsm8k"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert report["cuts"]["gsm8k"] == {
+        harness.ScheduledLM.ANSWER: 3,
+        harness.ScheduledLM.PROMPT: 3,
+    }
+    said = capfd.readouterr()
+    assert "exact_match,flexible-extract" in said.out
+    assert "gsm8k: 3 requests lost tokens on the left of the prompt" in said.out
+    assert "fatal" not in said.err
+
+
+def test_filtered_scores_are_right(run, model, tokenizer, tmp_path, monkeypatch):
+    """A model that answers every question with 4: one of three is right."""
+    data = arithmetic(tmp_path / "data")
+    monkeypatch.setattr(HFLM, "generate_until", lambda self, requests, **_: [" #### 4"] * len(requests))
+    scores = harness.run(make_lm(model, tokenizer, 2), ["gsm8k"], data=data)
+    assert scores.results["gsm8k"] == pytest.approx(
+        {"exact_match,strict-match": 1 / 3, "exact_match,flexible-extract": 1 / 3}
+    )
+
+
+def test_a_task_that_fails_does_not_end_the_others(run, tmp_path, capsys):
+    data, out = local_data(tmp_path / "data"), tmp_path / "scores.json"
+    file = data / "arc_easy" / "test.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(first + "\n" + second.replace('"answerKey": "B"', '"answerKey": "Z"') + "\n")
+    command = ["lm-eval", str(run), "--tasks", "arc_easy", "piqa", "--data", str(data), "--json", str(out)]
+    assert evaluate.main(command) == 1
+    said = capsys.readouterr()
+    assert "error: task arc_easy failed: " in said.err
+    assert "piqa" in said.out
+    assert "Traceback" not in said.err
+    report = json.loads(out.read_text())
+    assert list(report["results"]) == ["piqa"]
+    assert list(report["errors"]) == ["arc_easy"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [('"question"', '"query"', "'question' is undefined"), ('{"question"', "{question", "Missing a name")],
+)
+def test_data_that_cannot_be_read_is_refused_before_any_scoring(run, tmp_path, capsys, old, new, words):
+    data = local_data(tmp_path / "data")
+    file = data / "arc_easy" / "test.jsonl"
+    file.write_text(file.read_text().replace(old, new))
+    assert evaluate.main(["lm-eval", str(run), "--tasks", "piqa", "arc_easy", "--data", str(data)]) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    last = said.err.strip().splitlines()[-1]
+    assert last.startswith("error: task arc_easy cannot be opened: ")
+    assert words in last
+
+
+def test_no_number_is_an_error():
+    with pytest.raises(harness.HarnessError, match="no number for odd"):
+        harness.numbers("odd", {"odd": {"alias": "odd", "acc_stderr,none": "N/A"}})
+    assert harness.numbers("few", {"few": {"f1,all": 0.5, "acc,none": 1, "sample_len": 3}}) == {
+        "few": {"f1,all": 0.5, "acc": 1.0}
+    }
+
+
 def test_only_one_process_scores(run, monkeypatch, capsys):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -270,6 +469,8 @@ def test_paper_suite_is_known_to_the_harness():
         (["--tasks", "no_such_task"], "has no task 'no_such_task'"),
         (["--tasks", "piqa", "--data", "nowhere"], "no local data for task piqa"),
         (["--tasks", "piqa", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--tasks", "mmlu", "--data", "nowhere"], "mmlu is the name of several tasks"),
+        (["--tasks", "ai2_arc", "--data", "nowhere"], "ai2_arc is the name of several tasks"),
     ],
 )
 def test_bad_input_is_one_line(run, capsys, arguments, words):

@@ -5,8 +5,8 @@ trained schedule, for passes until the pool stands still, and, on a few sequence
 evaluation beside the trained schedule on the same sequences. One loss is one sum over tokens in float64, so
 neither the batch size nor the number of ranks matters. `lm-eval` runs downstream tasks, see wm_ds/harness.py.
 
-`perplexity` is started alone or by torchrun, `lm-eval` alone. Exit codes: 0 done, 2 refused (the message
-says why).
+`perplexity` is started alone or by torchrun, `lm-eval` alone. Exit codes: 0 done, 1 some task of `lm-eval`
+failed (the others' scores are printed and written), 2 refused (the message says why).
 """
 
 import argparse
@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(report, indent=2) + "\n")
     distributed.shutdown()
-    return 0
+    failed = report.get("errors", {})
+    for name, message in failed.items():
+        print(f"error: task {name} failed: {message}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def alone() -> World:
@@ -258,12 +262,12 @@ def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str,
         lm = harness.ScheduledLM(model, tokenizer, batch_size=options.batch, schedule=schedule)
         described = "one causal pass" if schedule is None else name_of(schedule)
         print(f"scoring {source.path}: {described}, {options.dtype}", file=sys.stderr, flush=True)
-        results = harness.run(lm, tasks, data=options.data, limit=options.limit)
+        scores = harness.run(lm, tasks, data=options.data, limit=options.limit)
     except harness.HarnessError as error:
         raise EvaluationError(str(error)) from None
     report = {"source": str(source.path), "step": source.step, "schedule": described, "dtype": options.dtype}
-    report |= {"limit": options.limit, "data": str(options.data or "Hub"), "results": results}
-    return report, f"{source.path}: {described}\n{harness.table(results)}"
+    report |= {"limit": options.limit, "data": str(options.data or "Hub"), **asdict(scores)}
+    return report, f"{source.path}: {described}\n{harness.table(scores)}"
 
 
 def scoring_schedule(config: Any, options: argparse.Namespace) -> Schedule | None:

@@ -8,24 +8,34 @@ time, so that T x V logits never exist at once. With `data` the same tasks read 
                             the columns of the Hub's data set; lambada/ and wikitext2/ are found as well, and
                             any *.jsonl whose name holds the split's
 
+Requests longer than the model's rows (W tokens) follow one rule, see `ScheduledLM`: what is to be scored or
+answered stays, what stands before it loses tokens on its left, and every request that was cut is counted.
+
 Shapes: B requests, T tokens, C continuation tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,6 +56,8 @@ PAPER = {
 LOGITS = 1 << 24  # logits in hand at a time: 64 MiB in fp32, 110 positions at a vocabulary of 151,936
 BAR = "log-likelihoods"
 FOLDERS = {"lambada_openai": "lambada", "wikitext": "wikitext2"}
+ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
+SEEDS = (0, 1234, 1234)  # of random, NumPy and torch, as the harness's own command sets them
 
 
 class HarnessError(ValueError):
@@ -55,9 +67,25 @@ class HarnessError(ValueError):
 class ScheduledLM(HFLM):
     """The harness's Hugging Face model with an explicit schedule and bounded logits.
 
-    `schedule`: the passes of every scoring forward; None for the model's own (its prefill schedule, or one
-    causal pass for a model without feedback).
+    `schedule`: the passes over every text to be scored and every prompt to be answered; None for the model's
+    own (its prefill schedule, or one causal pass for a model without feedback). `batch_size` changes no
+    score.
+
+    `cuts` counts the requests that did not fit into W = max_position_embeddings tokens, by what was done:
+    - A context before a continuation loses tokens on its left; at least its last one stays.
+    - A continuation longer than W is scored as rolling perplexity scores a text, every token once in windows
+      of W, the first one behind the context's last token. Nothing of the continuation is lost.
+    - A prompt keeps its last W - max_gen_toks tokens. A task that asks for answers of W tokens or more gets
+      answers of at most W // 2.
+    Rolling perplexity cuts nothing. Where the harness's own backend accepts a request, both do the same.
     """
+
+    CONTEXT, WINDOWS, PROMPT, ANSWER = (
+        "lost tokens on the left of the context",
+        "had a continuation longer than the rows, scored in windows",
+        "lost tokens on the left of the prompt",
+        "got a shorter answer than the task allows",
+    )
 
     def __init__(
         self, model: Any, tokenizer: Any, *, batch_size: int, schedule: Schedule | Converged | None = None
@@ -71,7 +99,15 @@ class ScheduledLM(HFLM):
             add_bos_token=False,
         )
         self.schedule = schedule
+        self.cuts: Counter[str] = Counter()
         self.scored, self.said = 0, time.monotonic()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The harness's method. Nothing behind nothing, which it cannot encode, has probability one."""
+        empty = [request.args == ("", "") for request in requests]
+        some = [request for request, nothing in zip(requests, empty) if not nothing]
+        scores = iter(super().loglikelihood(some, disable_tqdm=disable_tqdm))
+        return [(0.0, True) if nothing else next(scores) for nothing in empty]
 
     def _loglikelihood_tokens(
         self,
@@ -81,34 +117,99 @@ class ScheduledLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, whether greedy decoding gives it) of each (name, context, continuation).
 
-        As in the harness, a request that is too long loses tokens on its left.
+        The name is None for rolling perplexity, whose windows fit.
         """
         size = override_bs or int(self.batch_size)
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        answers: dict[int, tuple[float, bool]] = {}
+        windows = [
+            (i, *window) for i, (_, *tokens) in enumerate(requests) for window in self.windows(*tokens)
+        ]
+        windows.sort(key=lambda window: -len(window[1]) - len(window[2]))
+        totals, greedy = [0.0] * len(requests), [True] * len(requests)
         # Rolling perplexity calls this once a batch, so its progress is counted here over the calls.
-        one_batch = len(requests) <= size
+        one_batch = len(windows) <= size
         interval = 0.1 if sys.stderr.isatty() else 30.0  # a line now and then where bars cannot be redrawn
-        bar = tqdm(total=len(requests), disable=disable_tqdm or one_batch, desc=BAR, mininterval=interval)
+        bar = tqdm(total=len(windows), disable=disable_tqdm or one_batch, desc=BAR, mininterval=interval)
         if one_batch:
-            self.scored += len(requests)
+            self.scored += len(windows)
             if time.monotonic() - self.said > 30:
                 self.said = time.monotonic()
                 print(f"{BAR}: {self.scored} windows", file=sys.stderr, flush=True)
-        for start in range(0, len(order), size):
-            chunk = order[start : start + size]
-            rows = [(requests[i][1] + requests[i][2])[-(self.max_length + 1) :] for i in chunk]
-            hidden_BTD = self.hidden(rows)
-            for i, row, hidden_TD in zip(chunk, rows, hidden_BTD):
-                continuation = requests[i][2]
-                first = len(row) - 1 - len(continuation)
-                targets_C = torch.tensor(continuation, device=hidden_TD.device)
-                answers[i] = self.score(hidden_TD[first : len(row) - 1], targets_C)
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
-                bar.update()
+        for start in range(0, len(windows), size):
+            chunk = windows[start : start + size]
+            hidden_BTD = self.hidden([context + continuation for _, context, continuation in chunk])
+            for (i, context, continuation), hidden_TD in zip(chunk, hidden_BTD):
+                first, targets_C = len(context) - 1, torch.tensor(continuation, device=hidden_TD.device)
+                score, best = self.score(hidden_TD[first : first + len(continuation)], targets_C)
+                totals[i] += score
+                greedy[i] &= best
+            bar.update(len(chunk))
         bar.close()
-        return [answers[i] for i in range(len(requests))]
+        answers = list(zip(totals, greedy))
+        for (name, *_), answer in zip(requests, answers):
+            if name is not None:
+                self.cache_hook.add_partial("loglikelihood", name, answer)
+        return answers
+
+    def windows(self, context: list[int], continuation: list[int]) -> list[tuple[list[int], list[int]]]:
+        """(context, continuation) of at most W + 1 tokens each, which together score every token once.
+
+        An empty context becomes the separator; an empty continuation has no window. Counts what is cut.
+        """
+        context, longest = context or [self.prefix_token_id], self.max_length
+        if not continuation:
+            return []
+        if len(continuation) <= longest:
+            kept = context[-(longest + 1 - len(continuation)) :]
+            self.cuts[self.CONTEXT] += len(kept) < len(context)
+            return [(kept, continuation)]
+        self.cuts[self.WINDOWS] += 1
+        pairs = get_rolling_token_windows(continuation, context[-1], longest, 1)
+        return [make_disjoint_window(pair) for pair in pairs]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The harness's method, for answers that fit into the rows; longer ones are limited first."""
+        fitting = []
+        for request in requests:
+            context, asked = request.args
+            wanted = normalize_gen_kwargs(asked, self.max_gen_toks)["max_gen_toks"]
+            if wanted >= self.max_length:
+                self.cuts[self.ANSWER] += 1
+                asked = {key: value for key, value in asked.items() if key not in ANSWER_LIMITS}
+                asked["max_gen_toks"] = max(1, self.max_length // 2)
+                request = replace(request, arguments=(context, asked))
+            fitting.append(request)
+        return super().generate_until(fitting, disable_tqdm=disable_tqdm)
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(ids, mask), int64 [B, T], of prompts: each cut by itself and counted, an empty one a separator."""
+        rows = [self.tok_encode(text) or [self.prefix_token_id] for text in strings]
+        if left_truncate_len:
+            self.cuts[self.PROMPT] += sum(len(row) > left_truncate_len for row in rows)
+            rows = [row[-left_truncate_len:] for row in rows]
+        length = max(len(row) for row in rows)
+        ids_BT = torch.full((len(rows), length), self.tokenizer.pad_token_id or 0)
+        mask_BT = torch.zeros_like(ids_BT)
+        for b, row in enumerate(rows):
+            place = slice(length - len(row), None) if padding_side == "left" else slice(len(row))
+            ids_BT[b, place], mask_BT[b, place] = torch.tensor(row), 1
+        return ids_BT, mask_BT
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
+        """The harness's method, the schedule applied to prompts; ids that have no token are never picked."""
+        if max_length > self.max_length:  # a task may say how long prompt and answer are together
+            self.cuts[self.ANSWER] += len(context)
+            max_length = self.max_length
+        if self.schedule is not None:
+            settings["schedule"] = self.schedule
+        if len(self.tokenizer) < self.model.config.vocab_size:
+            settings["suppress_tokens"] = list(range(len(self.tokenizer), self.model.config.vocab_size))
+        return super()._model_generate(context, max_length, stop, **settings)
 
     @torch.no_grad()
     def hidden(self, rows: list[list[int]]) -> Tensor:
@@ -156,7 +257,13 @@ def find_tasks(names: list[str]) -> list[str]:
 
 
 def local_files(name: str, data: Path) -> dict[str, str]:
-    """Split -> file of a task's local data. Raises HarnessError where there is none."""
+    """Split -> file of a task's local data. Raises HarnessError where there is none or can be none."""
+    entry = manager().task_index[name]
+    kind = entry.kind.name
+    if kind in ("GROUP", "TAG"):
+        raise HarnessError(f"{name} is the name of several tasks; with local data, name the tasks themselves")
+    if kind != "TASK" or entry.yaml_path is None:
+        raise HarnessError(f"task {name} is a program and cannot be given local data; run it without --data")
     split = PAPER.get(name)
     folders = [folder for folder in (data / name, data / FOLDERS.get(name, name)) if folder.is_dir()]
     if not folders:
@@ -173,16 +280,15 @@ def local_files(name: str, data: Path) -> dict[str, str]:
 
 def local_task(name: str, data: Path, folder: Path) -> str:
     """A task file in `folder` that is the stock task but for the place of its data; returns its path."""
-    stock = manager().task_index[name].yaml_path
-    if stock is None:
-        raise HarnessError(f"task {name} is a program and cannot be given local data; run it without --data")
+    files, stock = local_files(name, data), manager().task_index[name].yaml_path
+    assert stock is not None  # local_files takes tasks that are written in YAML
     task: dict[str, Any] = {
         "include": str(Path(stock).resolve()),
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
+        "num_fewshot": 0,
     }
-    files = local_files(name, data)
     task["dataset_kwargs"] = {"data_files": files}
     for key, split in (("training", "train"), ("validation", "validation"), ("test", "test")):
         task[f"{key}_split"] = split if split in files else None
@@ -192,35 +298,85 @@ def local_task(name: str, data: Path, folder: Path) -> str:
     return str(path)
 
 
-def run(
-    lm: HFLM, tasks: list[str], *, data: Path | None = None, limit: int | None = None
-) -> dict[str, dict[str, float]]:
-    """Zero-shot results, task -> metric -> value."""
+@dataclass
+class Scores:
+    """What the tasks gave: each part is by task.
+
+    `results` has metric -> value; a metric behind a filter of the task is called METRIC,FILTER as in the
+    harness. `cuts` has, for tasks with requests longer than the rows, what was done -> number of requests.
+    `errors` has the message of every task that failed.
+    """
+
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    cuts: dict[str, dict[str, int]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def run(lm: ScheduledLM, tasks: list[str], *, data: Path | None = None, limit: int | None = None) -> Scores:
+    """Zero-shot scores, one task after another: one that fails does not end the others.
+
+    Raises HarnessError where a task's data cannot be opened, before the first request runs.
+    """
+    scores = Scores()
     with tempfile.TemporaryDirectory() as scratch:
         entries = [name if data is None else local_task(name, data, Path(scratch)) for name in tasks]
-        results = simple_evaluate(
-            lm,
-            tasks=entries,
-            num_fewshot=0,
-            limit=limit,
-            bootstrap_iters=0,
-            log_samples=False,
-            task_manager=manager(),
-        )
-    assert results is not None  # only other ranks get None
-    return {
-        name: {
+        opened = [open_task(name, entry) for name, entry in zip(tasks, entries)]
+        for name, task in zip(tasks, opened):
+            random.seed(SEEDS[0])
+            numpy.random.seed(SEEDS[1])
+            torch.manual_seed(SEEDS[2])
+            lm.cuts.clear()
+            try:
+                # Not simple_evaluate, which besides describes the machine and asks git about the folder.
+                found = evaluate(lm, task, limit=limit, bootstrap_iters=0, log_samples=False)
+                scores.results |= numbers(name, {**found["results"], **found.get("groups", {})})
+            except Exception as error:  # a library's, about any part of the task's records
+                scores.errors[name] = one_line(error)
+            scores.cuts |= {name: dict(+lm.cuts)} if +lm.cuts else {}
+    return scores
+
+
+def open_task(name: str, entry: str) -> Any:
+    """The task with its data, without examples in its prompts. Raises HarnessError."""
+    try:
+        found = manager().load(entry)
+    except Exception as error:  # datasets, the Hub, the task's own code
+        raise HarnessError(f"task {name} cannot be opened: {one_line(error)}") from error
+    for task in found["tasks"].values():
+        task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEEDS[1])
+    return found
+
+
+def numbers(name: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Task -> metric -> value of the harness's results. Raises HarnessError where a task has no number."""
+    results = {
+        task: {
             key.removesuffix(",none"): float(value)
             for key, value in metrics.items()
-            if key.endswith(",none") and isinstance(value, int | float)
+            if "," in key and isinstance(value, int | float)
         }
-        for name, metrics in results["results"].items()
+        for task, metrics in found.items()
     }
+    if not any(results.values()):
+        raise HarnessError(f"the harness gave no number for {name}")
+    return {task: metrics for task, metrics in results.items() if metrics}
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """One line a metric."""
-    lines = [f"{'task':<18}{'metric':<18}{'value':>10}"]
-    for name, metrics in results.items():
-        lines += [f"{name:<18}{key:<18}{value:>10.4f}" for key, value in metrics.items()]
+def one_line(error: BaseException) -> str:
+    """The kind of an exception and the first lines of its text and of its causes' texts."""
+    said, kind = [], type(error).__name__
+    while error is not None:
+        said += str(error).strip().splitlines()[:1]
+        error = error.__cause__
+    return ": ".join([kind, *dict.fromkeys(said)])
+
+
+def table(scores: Scores) -> str:
+    """One line a metric, then one for each way in which requests did not fit."""
+    lines = [f"{'task':<18}{'metric':<32}{'value':>10}"]
+    for name, metrics in scores.results.items():
+        lines += [f"{name:<18}{key:<32}{value:>10.4f}" for key, value in metrics.items()]
+    for name, cuts in scores.cuts.items():
+        lines += [f"{name}: {count:,} request{'s' * (count > 1)} {what}" for what, count in cuts.items()]
     return "\n".join(lines)
