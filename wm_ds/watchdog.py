@@ -88,7 +88,8 @@ class Watchdog:
         if step is not None and step != self.step:
             self.step = step
             if self._progress is not None:
-                os.pwrite(self._progress, f"{step:<20d}\n".encode(), 0)
+                with contextlib.suppress(OSError):  # the node's memory is full: only this note is lost
+                    os.pwrite(self._progress, f"{step:<20d}\n".encode(), 0)
         if now - self._armed > self.timeout_s / 10:
             self._armed = now
             faulthandler.dump_traceback_later(self.timeout_s + 2 * self.poll_s, exit=True)
