@@ -26,12 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from wm_ds import checks, distributed
-from wm_ds import config as configuration
+from wm_ds.config import load as configuration
+from wm_ds.config import validate
+from wm_ds.distributed import process_group
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, int]] = {
@@ -41,10 +40,10 @@ SIZES: dict[str, dict[str, int]] = {
 SEQ_LEN, SAVES = 32, 3
 
 
-def engine_of(size: str, stage: int, run_dir: str, world: distributed.World) -> Any:
+def engine_of(size: str, stage: int, run_dir: str, world: process_group.World) -> Any:
     """The trainer's own engine around a model of that size."""
-    from wm_ds.build import build_model, model_config
-    from wm_ds.engine import build
+    from wm_ds.engine.engine import build
+    from wm_ds.families import build_model, model_config
 
     shape = SIZES[size]
     raw: dict[str, Any] = {
@@ -69,10 +68,10 @@ def engine_of(size: str, stage: int, run_dir: str, world: distributed.World) -> 
     config = configuration.parse(raw)
     hf = model_config(config.model, vocab_size=shape["vocab_size"], seq_len=SEQ_LEN, eos_id=None)
     lm = build_model(hf, seed=0)
-    return build(config, checks.load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
+    return build(config, validate.load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
 
 
-def one_step(engine: Any, step: int, world: distributed.World) -> float:
+def one_step(engine: Any, step: int, world: process_group.World) -> float:
     """Seconds of one training step on random tokens."""
     generator = torch.Generator().manual_seed(step)
     rows = 2 // world.size
@@ -88,9 +87,9 @@ def one_step(engine: Any, step: int, world: distributed.World) -> float:
     return time.perf_counter() - started
 
 
-def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, Any]:
-    from wm_ds.agreement import Agreement
-    from wm_ds.checkpoint import Checkpoints
+def save_phase(world: process_group.World, size: str, folder: str) -> dict[str, Any]:
+    from wm_ds.checkpoint.manager import Checkpoints
+    from wm_ds.distributed.host_group import Agreement
 
     engine = engine_of(size, 2, folder, world)
     alone = [one_step(engine, i, world) for i in range(3)][1:]
@@ -105,7 +104,7 @@ def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, An
         for _ in range(SAVES + (kind == "background")):
             step += 1
             one_step(engine, step, world)
-            distributed.barrier()
+            process_group.barrier()
             started = time.perf_counter()
             saved = store.save(step, {"step": step})
             stalls[kind].append(time.perf_counter() - started)
@@ -115,7 +114,7 @@ def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, An
                 seconds = one_step(engine, step, world)
                 ended = saved.path is not None
                 beside.append(seconds)
-                if distributed.all_reduce_max([float(ended)], world.device)[0]:
+                if process_group.all_reduce_max([float(ended)], world.device)[0]:
                     break
             store.wait()
             share = saved.bytes
@@ -140,17 +139,17 @@ def save_phase(world: distributed.World, size: str, folder: str) -> dict[str, An
     }
 
 
-def load_phase(world: distributed.World, size: str, folder: str, stage: int) -> dict[str, Any]:
-    from wm_ds.checkpoint import Checkpoints
+def load_phase(world: process_group.World, size: str, folder: str, stage: int) -> dict[str, Any]:
+    from wm_ds.checkpoint.manager import Checkpoints
 
     engine = engine_of(size, stage, folder, world)
     store = Checkpoints(engine.ds, folder, say=lambda _: None)
     path = store.choose()
     assert path is not None
-    distributed.barrier()
+    process_group.barrier()
     started = time.perf_counter()
     store.load(path)
-    distributed.barrier()
+    process_group.barrier()
     return {"load_s": time.perf_counter() - started}
 
 
@@ -163,23 +162,23 @@ def rank_main(phase: str, rank: int, world_size: int, port: int, size: str, fold
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    world = distributed.init(timeout_minutes=10)
+    world = process_group.init(timeout_minutes=10)
     torch.set_num_threads(1)
     if phase == "save":
         numbers = save_phase(world, size, folder)
     else:
         numbers = load_phase(world, size, folder, stage=2 if phase == "load" else 3)
     names = sorted(numbers)
-    slowest = distributed.all_reduce_max([float(numbers[n]) for n in names], world.device)
+    slowest = process_group.all_reduce_max([float(numbers[n]) for n in names], world.device)
     if rank == 0:
         queue.put(dict(zip(names, slowest)))
-    distributed.barrier()
-    distributed.shutdown()
+    process_group.barrier()
+    process_group.shutdown()
 
 
 def run_phase(phase: str, world_size: int, size: str, folder: str) -> dict[str, float]:
     spawn = multiprocessing.get_context("spawn")
-    queue, port = spawn.Queue(), distributed.free_port()
+    queue, port = spawn.Queue(), process_group.free_port()
     ranks = [
         spawn.Process(target=rank_main, args=(phase, rank, world_size, port, size, folder, queue))
         for rank in range(world_size)
@@ -201,8 +200,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="100M")
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     options = parser.parse_args()
-    from wm_ds.checkpoint import find_latest
-    from wm_ds.checkpoint_format import read_manifest
+    from wm_ds.checkpoint.format import read_manifest
+    from wm_ds.checkpoint.manager import find_latest
 
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
     try:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from wm_ds.activations import body
-from wm_ds.build import compile_blocks
-from wm_ds.distributed import peak_flops
-from wm_ds.flops import training
-from wm_ds.loss import TokenLoss
+from wm_ds.distributed.process_group import peak_flops
+from wm_ds.engine.compile import compile_blocks
+from wm_ds.engine.loss import TokenLoss
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
-from wm_ds.plan import GIB
+from wm_ds.plan.activations import body
+from wm_ds.plan.flops import training
+from wm_ds.plan.memory import GIB
 
 DEVICE = torch.device("cuda")
 LENGTH, ROWS = 2048, 4

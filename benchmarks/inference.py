@@ -17,19 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.turns import take_turns
 from tools.count_flops import prefill as prefill_flops
-from wm_ds import config as configuration
-from wm_ds import distributed
-from wm_ds.build import build_model, model_config
+from wm_ds.config import load as configuration
+from wm_ds.distributed import process_group
+from wm_ds.families import build_model, model_config
 from wm_ds.model.modeling import CACHE_FIELD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,7 +49,7 @@ def main() -> int:
     parser.add_argument("--cpu-time", action="store_true", help="seconds of computing, not of the clock")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    device = distributed.pick_device(0)[0]
+    device = process_group.pick_device(0)[0]
     if options.cpu_time and device.type != "cpu":
         parser.error(f"--cpu-time is for computing on a CPU, the device here is {device}")
     rows = [row for dtype in options.dtypes for row in compare(options, dtype, device)]

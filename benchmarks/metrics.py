@@ -11,23 +11,22 @@ from __future__ import annotations
 import contextlib
 import io
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from wm_ds import distributed  # first: it prepares the environment that DeepSpeed reads at import
+from wm_ds.distributed import (
+    process_group,  # first: it prepares the environment that DeepSpeed reads at import
+)
 
 import torch  # isort: skip
-from wm_ds import config as configuration
-from wm_ds.build import model_config
-from wm_ds.engine import StepResult, build
-from wm_ds.fresh import Shell
+from wm_ds.config import load as configuration
+from wm_ds.engine.diagnostics import observe
+from wm_ds.engine.engine import StepResult, build
+from wm_ds.engine.init_weights import Shell
+from wm_ds.families import model_config
 from wm_ds.metrics import Metrics
-from wm_ds.observe import observe
 
 ROWS_WRITTEN, STEPS, LENGTH, VOCABULARY = 300, 15, 256, 4096
 ROOT = Path(__file__).parent.parent
@@ -44,7 +43,7 @@ def median(act: Callable[[], object], times: int) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = distributed.init()
+    world = process_group.init()
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"run.dir={folder}", "batch.global_batch=1", "batch.micro_batch=1", "steps=1000"]
         config = configuration.load(ROOT / "configs" / "demo.yaml", changes)
@@ -71,7 +70,7 @@ def main() -> None:
         f"step {step * 1e3:.0f} ms; a row {row * 1e3:.2f} ms; residuals and routers {details * 1e3:.0f} ms "
         f"every {every} steps: {100 * (row + details / every) / step:.2f}% of the step"
     )
-    distributed.shutdown()
+    process_group.shutdown()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Plain autograd through the paper's §3.3: for each group the whole pool is rebuilt out of place with the new
 entries, every query gets a mask over all slots, every pass runs the last block, every group is pooled, and
 the detached states are pooled once more with gradient. Same parameters, same numbers as the model's own
-passes (tests/test_memory.py compares the gradients).
+passes (tests/plan/test_storage_tracker.py compares the gradients).
 
 Shapes: B rows, T tokens, n positions of a group, D width, k channels, G KV heads, d head width.
 """

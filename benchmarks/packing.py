@@ -30,16 +30,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tokenizers import Tokenizer
 
-from wm_ds import pack
-from wm_ds.documents import PieceReader, Reading
-from wm_ds.encode import TokenizerError, TokenizerSpec, make_encoder, open_tokenizer
-from wm_ds.fast_encode import QuicktokEncoder, build, check
-from wm_ds.inputs import cut, find_inputs
-from wm_ds.pack_plan import Settings, make_plan
+from wm_ds.packing import unit
+from wm_ds.packing.documents import PieceReader, Reading
+from wm_ds.packing.inputs import cut, find_inputs
+from wm_ds.packing.plan import Settings, make_plan
+from wm_ds.packing.quicktok import QuicktokEncoder, build, check
+from wm_ds.packing.tokenizer import TokenizerError, TokenizerSpec, make_encoder, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 EOS = "<|endoftext|>"
@@ -48,8 +46,8 @@ EOS = "<|endoftext|>"
 def texts_of(names: list[str]) -> list[str]:
     reading, texts = Reading(txt_split="blank-lines"), []
     inputs = find_inputs(names)
-    for unit in cut(inputs, 1 << 26, reading.txt_split):
-        for piece in unit:
+    for group in cut(inputs, 1 << 26, reading.txt_split):
+        for piece in group:
             records = PieceReader(inputs[piece.input], piece, reading, lambda _: None)
             texts += [record.text for record in records if record.text]
     return texts
@@ -76,7 +74,7 @@ def ours(spec: TokenizerSpec, scratch: Path, fast: Path | None) -> Callable[[Pat
         root = scratch / "out"
         root.mkdir()
         plan = make_plan(find_inputs([str(source)]), spec, Settings(2048, shard_bytes=1 << 30))
-        pack.pack_unit(plan, 0, root, encoder, pack.BadRecords(), lambda *_: None)
+        unit.pack_unit(plan, 0, root, encoder, unit.BadRecords(), lambda *_: None)
         shutil.rmtree(root)
 
     return measured

@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.naive import naive_hidden
 from benchmarks.turns import take_turns
-from wm_ds import config as configuration
-from wm_ds import distributed  # before anything that imports DeepSpeed
-from wm_ds.build import build_model, model_config
-from wm_ds.flops import training
-from wm_ds.loss import TokenLoss, cross_entropy_sum
+from wm_ds.config import load as configuration
+from wm_ds.distributed import process_group  # before anything that imports DeepSpeed
+from wm_ds.engine.loss import TokenLoss, cross_entropy_sum
+from wm_ds.families import build_model, model_config
+from wm_ds.plan.flops import training
 
 Step = Callable[[], None]
 
@@ -136,9 +134,9 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def engine_rank(options: argparse.Namespace) -> None:
     """One rank of the engine comparison: prints seconds of a step, and at world 1 of the bare loop."""
-    from wm_ds.engine import build
+    from wm_ds.engine.engine import build
 
-    world = distributed.init(timeout_minutes=10)
+    world = process_group.init(timeout_minutes=10)
     raw = settings(options, "whitematter", options.channels[0], "group")
     raw["batch"] = {"global_batch": options.rows * world.size, "micro_batch": options.rows}
     config = configuration.parse(raw)
@@ -154,9 +152,9 @@ def engine_rank(options: argparse.Namespace) -> None:
     lm = build_model(hf, seed=0, recompute="group")
     steps: dict[str, Step] = {}
     if world.size == 1:
-        from wm_ds.engine_config import table_for
-        from wm_ds.optim import MuonAdamW
-        from wm_ds.partition import Fragment, Master
+        from wm_ds.engine.deepspeed_config import table_for
+        from wm_ds.optim.param_rules import MuonAdamW
+        from wm_ds.optim.partition import Fragment, Master
 
         bare = TokenLoss(build_model(hf, seed=0, recompute="group").to(world.device)).train()
         parameters = dict(bare.lm.named_parameters())
@@ -186,14 +184,14 @@ def engine_rank(options: argparse.Namespace) -> None:
     seconds = medians(steps, options.repeats)
     if world.is_main:
         print(json.dumps(seconds), flush=True)
-    distributed.shutdown()
+    process_group.shutdown()
 
 
 def engine_comparison(options: argparse.Namespace) -> dict[str, float]:
     """Ratios: engine to bare loop at one rank, and two ranks' step (twice the data) to one rank's."""
     answers = []
     for size in (1, 2):
-        port, ranks = str(distributed.free_port()), []
+        port, ranks = str(process_group.free_port()), []
         for rank in range(size):
             env = os.environ | {
                 "RANK": str(rank),

@@ -15,13 +15,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.test_config import changed
-from wm_ds import config as configuration
+from tests.config.test_load import changed
 from wm_ds import metrics
-from wm_ds.distributed import World
-from wm_ds.engine import StepResult
-from wm_ds.flops import Flops
+from wm_ds.config import load as configuration
+from wm_ds.distributed.process_group import World
+from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
+from wm_ds.plan.flops import Flops
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

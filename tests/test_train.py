@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import toy_corpus
+from tests.support import toy_corpus
 from wm_ds import train
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, dat
         same = ("step", "loss", "grad_norm", "lr", "tokens")
         assert [row[k] for k in same] == [wanted[k] for k in same]
     weights = "checkpoints/step_00000006"
-    from wm_ds.checkpoint import load_weights
+    from wm_ds.checkpoint.manager import load_weights
 
     ours, theirs = (dict(load_weights(r / weights)) for r in (run, straight[0]))
     assert ours.keys() == theirs.keys()
@@ -179,7 +179,7 @@ def test_steps_without_a_finite_loss_end_the_run_and_leave_its_checkpoint(data, 
     for row in others:
         assert row["skipped"]
         assert len(row["samples"]) == 4
-    from wm_ds.checkpoint import find_latest, load_weights, verify
+    from wm_ds.checkpoint.manager import find_latest, load_weights, verify
 
     latest = find_latest(tmp_path / "run")
     assert latest.name == "step_00000003"

@@ -1,20 +1,17 @@
 """Compile what DeepSpeed needs on a machine without a GPU before any run waits for it (`make install`)."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from wm_ds import distributed
+from wm_ds.distributed import process_group
 
 
 def main() -> None:
-    if distributed.pick_device(local_rank=0)[0].type == "cuda":
+    if process_group.pick_device(local_rank=0)[0].type == "cuda":
         return
     print("compiling DeepSpeed's CPU helper (once, up to a minute)", flush=True)
     try:
-        distributed.build_cpu_helper()
-    except distributed.SetupError as error:
+        process_group.build_cpu_helper()
+    except process_group.SetupError as error:
         sys.exit(f"error: {error}")
 
 

@@ -11,15 +11,14 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from wm_ds import standalone, trained
-from wm_ds.checkpoint_format import CheckpointError
-from wm_ds.config import ConfigError
-from wm_ds.export import TOLERANCE, ExportError, load_apart
-from wm_ds.shards import ShardError
+from wm_ds import trained
+from wm_ds.checkpoint.format import CheckpointError
+from wm_ds.config.schema import ConfigError
+from wm_ds.data.shards import ShardError
+from wm_ds.export import standalone
+from wm_ds.export.export import TOLERANCE, ExportError, load_apart
 
 
 def main() -> None:

@@ -37,14 +37,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from wm_ds.config.load import load
+from wm_ds.config.schema import Config, ConfigError
+from wm_ds.families import build_model, model_config
+from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
+from wm_ds.model.modeling import CACHE_FIELD
 
-from wm_ds.build import build_model, model_config  # noqa: E402
-from wm_ds.config import Config, ConfigError, load  # noqa: E402
-from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM  # noqa: E402
-from wm_ds.model.modeling import CACHE_FIELD  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[1]
 PAPER_MODELS = ["vanilla_16l", "vanilla_24l", "vanilla_32l", "lckv_w4", "lckv_w7", "wm_k8", "wm_k16"]
 # Keys that a query of the paper's condensed LCKV layers meets beyond the tokens. The paper mentions none, but
 # with eight all of its LCKV figures come out to the last digit, its multiples of vanilla included.

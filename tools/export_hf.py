@@ -14,13 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from wm_ds import trained
-from wm_ds.checkpoint_format import CheckpointError
-from wm_ds.config import ConfigError
-from wm_ds.export import DTYPES, ExportError, export, parse_size
-from wm_ds.shards import ShardError
+from wm_ds.checkpoint.format import CheckpointError
+from wm_ds.config.schema import ConfigError
+from wm_ds.data.shards import ShardError
+from wm_ds.export.export import DTYPES, ExportError, export, parse_size
 
 
 def main() -> None:

@@ -13,19 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from wm_ds import checkpoint_format as files
-from wm_ds import config as configuration
-from wm_ds import random_state, trained
-from wm_ds.checkpoint_directory import checkpoints_dir, list_checkpoints, publish, step_name
-from wm_ds.config import ConfigError
-from wm_ds.engine_config import table_for
-from wm_ds.export import read_weights
-from wm_ds.optim import _STATE as STATE_OF_RULE
-from wm_ds.shards import ShardError
+from wm_ds import trained
+from wm_ds.checkpoint import format as files
+from wm_ds.checkpoint import rng
+from wm_ds.checkpoint.directory import checkpoints_dir, list_checkpoints, publish, step_name
+from wm_ds.config import load as configuration
+from wm_ds.config.schema import ConfigError
+from wm_ds.data.shards import ShardError
+from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.export.export import read_weights
+from wm_ds.optim.param_rules import _STATE as STATE_OF_RULE
 
 NOT_TRAINED = {"steps": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
 NO_LOSS_YET = {"loss_mean": 0.0, "loss_var": 0.0, "loss_count": 0, "updates": 0}
@@ -96,7 +95,7 @@ def write(
         entries[name] = files.Entry(tuple(tensor.shape), "trainable", updates=0, states=states)
     held = {
         "rank_00000.safetensors": files.write_fragments(folder / "rank_00000.safetensors", specs, tensors),
-        "rank_00000.json": files.write_json(folder / "rank_00000.json", {"random": random_state.capture()}),
+        "rank_00000.json": files.write_json(folder / "rank_00000.json", {"random": rng.capture()}),
         files.CLIENT: files.write_json(folder / files.CLIENT, {"engine": NOT_TRAINED | NO_LOSS_YET}),
     }
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}

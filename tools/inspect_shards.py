@@ -16,14 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 
-from wm_ds import shards
-from wm_ds.encode import TokenizerError, open_decoder
-from wm_ds.pack_plan import TOKENIZER
-from wm_ds.pack_progress import Progress
+from wm_ds.data import shards
+from wm_ds.packing.plan import TOKENIZER
+from wm_ds.packing.progress import Progress
+from wm_ds.packing.tokenizer import TokenizerError, open_decoder
 
 _BAR = 50  # characters of the longest bar
 
@@ -128,7 +126,7 @@ def show_documents(
 
 
 def show_sequence(folder: Path, split: str, index: int, characters: int) -> Iterator[str]:
-    from wm_ds.data import PackedSequences
+    from wm_ds.data.sequences import PackedSequences
 
     sequences = PackedSequences(folder, split)
     if not 0 <= index < len(sequences):

@@ -20,17 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 from tools.count_flops import Account, count, forward
-from wm_ds import evaluate, trained
-from wm_ds.checkpoint_format import CheckpointError
-from wm_ds.config import ConfigError
-from wm_ds.data import PackedSequences, evaluation_batches
+from wm_ds import trained
+from wm_ds.checkpoint.format import CheckpointError
+from wm_ds.config.schema import ConfigError
+from wm_ds.data.sequences import PackedSequences, evaluation_batches
+from wm_ds.data.shards import ShardError
+from wm_ds.evaluate import __main__ as evaluate
 from wm_ds.model import Schedule
-from wm_ds.shards import ShardError
 
 
 def main() -> None:

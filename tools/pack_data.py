@@ -16,14 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from wm_ds import pack, shards
-from wm_ds.encode import TokenizerError, open_tokenizer
-from wm_ds.inputs import InputError, find_inputs
-from wm_ds.pack_merge import merge
-from wm_ds.pack_plan import PackError, Settings, make_plan
-from wm_ds.pack_progress import Progress
+from wm_ds.data import shards
+from wm_ds.packing import unit
+from wm_ds.packing.inputs import InputError, find_inputs
+from wm_ds.packing.manifest import merge
+from wm_ds.packing.plan import PackError, Settings, make_plan
+from wm_ds.packing.progress import Progress
+from wm_ds.packing.tokenizer import TokenizerError, open_tokenizer
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -94,7 +93,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "truncated compressed files: stop at the first, or leave out and count (default fail)",
     )
     add("--allow-truncated", action="store_true", help="take what a truncated compressed file still holds")
-    add("--workers", type=int, default=pack.default_workers(), help="processes (default: usable cores)")
+    add("--workers", type=int, default=unit.default_workers(), help="processes (default: usable cores)")
     add(
         "--shard-bytes",
         type=int,
@@ -143,13 +142,13 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
     )
     plan = make_plan(files, tokenizer, settings)
     tasks = args.tasks or 1
-    units = pack.task_units(plan, args.task, tasks)
-    todo = pack.unpublished(args.output, units)
+    units = unit.task_units(plan, args.task, tasks)
+    todo = unit.unpublished(args.output, units)
     with Progress("packing", plan.bytes_of(todo), len(todo)) as progress:
-        done = pack.pack(
+        done = unit.pack(
             plan,
             args.output,
-            bad=pack.BadRecords(args.on_bad_record == "skip", args.allow_truncated),
+            bad=unit.BadRecords(args.on_bad_record == "skip", args.allow_truncated),
             workers=args.workers,
             task=args.task,
             tasks=tasks,

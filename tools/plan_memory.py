@@ -6,12 +6,13 @@
 
 For every ZeRO stage, recomputation and micro-batch that is sensible: the peak per GPU in GiB by what it is
 spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
-make it. States are arithmetic; activations come from running the model on fake tensors (wm_ds/plan.py and
-activations.py say how and what is left out). Runs on any machine, without a GPU.
+make it. States are arithmetic; activations come from running the model on fake tensors (memory.py
+and activations.py in wm_ds/plan say how and what is left out). Runs on any machine, without a GPU.
 
 A node's host memory holds what is offloaded, for all its GPUs; with --host-memory, what needs more does not
-fit. Building needs no whole model there: weights are drawn and placed one by one (wm_ds/fresh.py). Writing a
-checkpoint in the background takes the optimizer's share again, where there is room (docs/checkpoints.md).
+fit. Building needs no whole model there: weights are drawn and placed one by one
+(wm_ds/engine/init_weights.py). Writing a checkpoint in the background takes the optimizer's share again,
+where there is room (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from typing import Any
 import torch
 from transformers.initialization import no_init_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from wm_ds.build import model_class, model_config
-from wm_ds.config import Config, ConfigError, load
-from wm_ds.engine_config import table_for
-from wm_ds.optim import OptimizerError, Row
-from wm_ds.plan import GIB, RESERVE, Plan, plans
+from wm_ds.config.load import load
+from wm_ds.config.schema import Config, ConfigError
+from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.families import model_class, model_config
+from wm_ds.optim.param_rules import OptimizerError, Row
+from wm_ds.plan.memory import GIB, RESERVE, Plan, plans
 
 VOCABULARY = 151_936  # Qwen3's, where neither the run nor --vocabulary says
 SHORT = {

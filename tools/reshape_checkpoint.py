@@ -21,11 +21,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from wm_ds.checkpoint_directory import (
+from wm_ds.checkpoint.directory import (
     LATEST,
     checkpoints_dir,
     describe,
@@ -36,7 +34,8 @@ from wm_ds.checkpoint_directory import (
     publish,
     step_name,
 )
-from wm_ds.checkpoint_format import (
+from wm_ds.checkpoint.engine_state import even_cuts
+from wm_ds.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Entry,
@@ -49,7 +48,6 @@ from wm_ds.checkpoint_format import (
     write_file,
     write_fragments,
 )
-from wm_ds.engine_state import even_cuts
 
 
 def tell(line: str) -> None:

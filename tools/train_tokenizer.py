@@ -14,11 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from wm_ds import train_tokenizer
-from wm_ds.documents import BLANK, PieceReader, Reading
-from wm_ds.inputs import Input, InputError, cut, find_inputs
+from wm_ds.packing import train_tokenizer
+from wm_ds.packing.documents import BLANK, PieceReader, Reading
+from wm_ds.packing.inputs import Input, InputError, cut, find_inputs
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

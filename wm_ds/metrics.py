@@ -15,12 +15,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from . import distributed
-from .build import compile_seconds
-from .config import Config, ConfigError
-from .distributed import World
-from .engine import StepResult
-from .flops import Flops
+from wm_ds.config.schema import Config, ConfigError
+from wm_ds.distributed import process_group
+from wm_ds.distributed.process_group import World
+from wm_ds.engine.compile import compile_seconds
+from wm_ds.engine.engine import StepResult
+from wm_ds.plan.flops import Flops
 
 WINDOW = 20  # steps over which speed and ETA are averaged
 
@@ -54,7 +54,7 @@ class Metrics:
             for name, per_token in (("model", flops.model), ("hardware", flops.hardware)):
                 per_step = per_token * positions / world.size
                 self.work[f"{name}_tflops_per_device"] = per_step / 1e12
-                peak = distributed.peak_flops(world.device)
+                peak = process_group.peak_flops(world.device)
                 if peak is not None:
                     self.work[{"model": "mfu", "hardware": "hfu"}[name]] = per_step / peak
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)

@@ -12,29 +12,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import (
-    checks,
-    distributed,  # first: it prepares the environment that DeepSpeed reads at import
-    rundir,
-)
-from . import config as configuration
-from .agreement import Agreement
-from .attempt import Attempt, SupersededError, join
-from .build import compile_blocks, model_config, open_data
-from .checkpoint import CheckpointError, Checkpoints
-from .config import Config, ConfigError
-from .data import GlobalBatches, PackedSequences, evaluation_batches
-from .distributed import SetupError, World
-from .engine import Engine, TrainingFailed, build
-from .engine_config import deepspeed_config, table_for
-from .flops import training
-from .fresh import Shell
-from .metrics import Metrics, check_sinks
-from .observe import observe
-from .optim import format_table
-from .shards import ShardError
-from .stopping import Stopping, clear_markers, write_marker
-from .watchdog import Watchdog
+from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
+from wm_ds.config import load as configuration
+from wm_ds.config import validate
+from wm_ds.config.schema import Config, ConfigError
+from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches
+from wm_ds.data.shards import ShardError
+from wm_ds.distributed import process_group
+from wm_ds.distributed.host_group import Agreement
+from wm_ds.distributed.process_group import SetupError, World
+from wm_ds.engine.compile import compile_blocks
+from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
+from wm_ds.engine.diagnostics import observe
+from wm_ds.engine.engine import Engine, TrainingFailed, build
+from wm_ds.engine.init_weights import Shell
+from wm_ds.families import model_config
+from wm_ds.metrics import Metrics, check_sinks
+from wm_ds.optim.param_rules import format_table
+from wm_ds.plan.flops import training
+from wm_ds.run import directory
+from wm_ds.run.attempt import Attempt, SupersededError, join
+from wm_ds.run.stopping import Stopping, clear_markers, write_marker
+from wm_ds.run.watchdog import Watchdog
 
 REFUSED = (ConfigError, SetupError, ShardError)
 
@@ -51,18 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     try:
         config = configuration.load(options.config, options.overrides)
-        json = checks.load_deepspeed(config.deepspeed)
-        checks.check_against_deepspeed(config, json)
+        json = validate.load_deepspeed(config.deepspeed)
+        validate.check_against_deepspeed(config, json)
         check_sinks(config)
         if options.dry_run:
-            from .dry_run import dry_run
+            from wm_ds.plan.dry_run import dry_run
 
-            print(dry_run(config, json))
+            print(dry_run(config, json, *open_data(config)))
             return 0
         # What the file and the launch contradict is refused before ranks meet and anything is built.
-        config.accumulation(distributed.launch_size()[2])
+        config.accumulation(process_group.launch_size()[2])
         open_data(config)
-        world = distributed.init(config.run.timeout_minutes)
+        world = process_group.init(config.run.timeout_minutes)
     except REFUSED as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,14 +75,14 @@ def main(arguments: list[str] | None = None) -> int:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    distributed.shutdown()
+    process_group.shutdown()
     return 0
 
 
 def train(config: Config, json: dict[str, Any], world: World, started: float) -> None:
     """The run, from its last checkpoint or the beginning, to its end or to a reason to stop."""
     if config.run.deterministic:
-        distributed.make_deterministic()
+        process_group.make_deterministic()
     batches, holdout = open_data(config)
     attempt = on_main(world, lambda: claim(config, json, world, batches))
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
@@ -153,6 +152,24 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     engine.ds.destroy()
 
 
+def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
+    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
+    batches = GlobalBatches(
+        [s.model_dump() for s in config.data.sources()],
+        global_batch=config.batch.global_batch,
+        seed=config.run.seed,
+    )
+    validate.check_against_data(
+        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
+    )
+    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
+    if holdout.seq_len != batches.seq_len:
+        raise ConfigError(
+            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
+        )
+    return batches, holdout
+
+
 def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
     """Rank 0's answer on every rank; its refusal stops all of them."""
     answer: Any = None
@@ -162,7 +179,7 @@ def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
             answer = act()
         except (ConfigError, SupersededError) as error:
             problem = error
-    answer, problem = distributed.broadcast((answer, problem))
+    answer, problem = process_group.broadcast((answer, problem))
     if problem is not None:
         raise problem
     return answer
@@ -171,7 +188,7 @@ def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
 def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
     """Take the run directory for this launch, after checking that it is this run's."""
     accumulation = config.accumulation(world.size)
-    notes = rundir.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
+    notes = directory.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
     attempt = join(config.run.dir, solo=world.size == 1)
     positions = config.batch.global_batch * batches.seq_len
     print(
@@ -222,7 +239,7 @@ def finish(
     if engine.skipped:
         metrics.say(f"{engine.skipped} steps were skipped, see metrics.jsonl")
     metrics.close()
-    distributed.barrier()
+    process_group.barrier()
     if world.is_main:
         what = {"step": engine.steps} if done else {"step": engine.steps, "reason": reason}
         write_marker(config.run.dir, "done" if done else "stopped", what)

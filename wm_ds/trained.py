@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, Qwen3ForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from wm_ds import config as run_config
-from wm_ds.build import model_config
-from wm_ds.checkpoint_directory import describe, find_latest, step_name
-from wm_ds.checkpoint_format import MANIFEST, WEIGHT, CheckpointError, Reader, read_manifest
-from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
-from wm_ds.shards import load_manifest
-
-# Vanilla is transformers' own; the other families' code travels with their exports.
-CLASSES = {"whitematter": WhiteMatterForCausalLM, "lckv": LCKVForCausalLM, "qwen3": Qwen3ForCausalLM}
+from wm_ds.checkpoint.directory import describe, find_latest, step_name
+from wm_ds.checkpoint.format import MANIFEST, WEIGHT, CheckpointError, Reader, read_manifest
+from wm_ds.config import load as run_config
+from wm_ds.data.shards import load_manifest
+from wm_ds.families import CLASSES, model_config
 
 
 class TrainedError(RuntimeError):

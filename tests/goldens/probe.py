@@ -105,11 +105,11 @@ def write(path: Path, answer: dict) -> None:
 
 def _start(folder: Path, ranks: int, cases: list) -> list[subprocess.Popen]:
     """Start the ranks of training.py."""
-    from .subject import distributed
+    from .subject import process_group
 
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
-    port = str(distributed.free_port())
+    port = str(process_group.free_port())
     started = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

@@ -7,32 +7,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wm_ds import distributed  # first: it prepares the environment that DeepSpeed reads at import
+from wm_ds.distributed import (
+    process_group,  # first: it prepares the environment that DeepSpeed reads at import
+)
 
 import torch  # isort: skip
-from tests import toy_corpus
-from wm_ds import config as configuration
-from wm_ds import export as exporting
+from tests.support import toy_corpus
 from wm_ds import train as trainer
 from wm_ds import trained
-from wm_ds.build import build_model, model_config
-from wm_ds.distributed import World
-from wm_ds.engine import Engine, build
-from wm_ds.partition import fragments
+from wm_ds.config import load as configuration
+from wm_ds.distributed.process_group import World
+from wm_ds.engine.engine import Engine, build
+from wm_ds.export import export as exporting
+from wm_ds.families import build_model, model_config
+from wm_ds.optim.partition import fragments
 
-__all__ = ["Engine", "World", "distributed", "torch"]
+__all__ = ["Engine", "World", "process_group", "torch"]
 
 TRAIN = [sys.executable, "-m", trainer.__name__, "run.yaml"]
 
 
 def start_ranks() -> World:
     """Meet the other ranks."""
-    return distributed.init(timeout_minutes=5)
+    return process_group.init(timeout_minutes=5)
 
 
 def stop_ranks() -> None:
     """Leave them."""
-    distributed.shutdown()
+    process_group.shutdown()
 
 
 def fresh_model(

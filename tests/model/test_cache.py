@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from tests.model.tiny import build, tokens
-from wm_ds.memory import StorageTracker
+from tests.support.tiny import build, tokens
 from wm_ds.model import WhiteMatterCache
 from wm_ds.model.cache import CACHE_FIELD
+from wm_ds.plan.storage_tracker import StorageTracker
 
 
 def fill(lm, input_ids, cache=None, **inputs):

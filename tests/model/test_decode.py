@@ -6,8 +6,8 @@ The cache's and generate's own behaviour is tested beside this; here the numbers
 import pytest
 import torch
 
-from tests import reference
-from tests.model.tiny import build, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import build, parameters, settings, tokens
 from wm_ds.model import Schedule
 
 SCHEDULES = {

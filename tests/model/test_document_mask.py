@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests import reference
-from tests.model.tiny import VOCABULARY, batch, build, hidden, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import VOCABULARY, batch, build, hidden, parameters, settings, tokens
 from wm_ds.model import Schedule
 
 POLICIES = ["none", "layer", "group", "group+layer"]

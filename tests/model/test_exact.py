@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests import reference
-from tests.model.tiny import batch, build, hidden, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import batch, build, hidden, parameters, settings, tokens
 from wm_ds.model import Schedule
 
 # k = 1, 1 < k < L dividing L, not dividing L (also at an odd depth), k = L; every router stride, and one

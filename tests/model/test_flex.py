@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import flex_attention as flex_module
 
-from tests import reference
 from tests.model.test_gradients import assert_equal_gradients, fast, slow
-from tests.model.tiny import batch, build, hidden, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import batch, build, hidden, parameters, settings, tokens
 from wm_ds.model import Schedule
 from wm_ds.model import attention as attention_module
 from wm_ds.model.attention import Visibility, slots_of, takes_flex

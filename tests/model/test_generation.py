@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from tests.model.tiny import VOCABULARY, build, tokens
+from tests.support.tiny import VOCABULARY, build, tokens
 from wm_ds.model import Converged, Schedule, WhiteMatterConfig, WhiteMatterForCausalLM
 from wm_ds.model.cache import CACHE_FIELD
 

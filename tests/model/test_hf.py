@@ -20,7 +20,7 @@ from transformers import (
     pipeline,
 )
 
-from tests.model.tiny import VOCABULARY, build, tokens
+from tests.support.tiny import VOCABULARY, build, tokens
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM, WhiteMatterModel, configuration
 
 PACKAGE = Path(configuration.__file__).parent

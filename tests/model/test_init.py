@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.model.tiny import build
+from tests.support.tiny import build
 from wm_ds.model import WhiteMatterConfig, WhiteMatterForCausalLM
 
 PAPER = {

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests import reference
 from tests.model.test_cache import size
-from tests.model.tiny import batch, parameters, scramble, settings, tokens
+from tests.support import reference
+from tests.support.tiny import batch, parameters, scramble, settings, tokens
 from wm_ds.model import LCKVConfig, LCKVForCausalLM, Schedule
 from wm_ds.model.cache import CACHE_FIELD
 

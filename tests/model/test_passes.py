@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests import reference
-from tests.model.tiny import batch, build, hidden, parameters, settings
+from tests.support import reference
+from tests.support.tiny import batch, build, hidden, parameters, settings
 from wm_ds.model import Schedule
 
 LENGTH = 13  # divisible by none of the group counts below but 1

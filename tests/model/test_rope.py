@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.model.tiny import batch, build, hidden, tokens
+from tests.support.tiny import batch, build, hidden, tokens
 from wm_ds.model import Schedule, WhiteMatterForCausalLM
 from wm_ds.model.blocks import rotary_table, rotate
 

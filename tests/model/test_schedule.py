@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests import reference
 from tests.model.test_gradients import POLICIES, assert_equal_gradients, fast, labels_for
-from tests.model.tiny import batch, build, hidden, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import batch, build, hidden, parameters, settings, tokens
 from wm_ds.model import Converged, Schedule, WhiteMatterConfig
 
 LENGTH = 13

@@ -10,7 +10,7 @@ from pathlib import Path
 from rank_program import fail
 
 from wm_ds import train
-from wm_ds.engine import Engine
+from wm_ds.engine.engine import Engine
 
 kind, rank, step = os.environ["FAULT"].split(":")
 original = Engine.step

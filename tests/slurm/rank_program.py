@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from wm_ds.attempt import Attempt, join
-from wm_ds.watchdog import Watchdog
+from wm_ds.run.attempt import Attempt, join
+from wm_ds.run.watchdog import Watchdog
 
 
 class Group:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rank_program import expected_losses
 
-from wm_ds.rendezvous import ports
+from wm_ds.run.rendezvous import ports
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]

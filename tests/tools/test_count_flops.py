@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wm_ds.config import load
+from wm_ds.config.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = 589_824  # FLOPs of one 512 x 576 projection of a token; the closed forms are small integers of it

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests import exported
+from tests.support import exported
 from tools import export_hf
-from wm_ds import export
+from wm_ds.export import export
 
 TOOL = "tools/export_hf.py"
 
@@ -25,7 +25,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Leave out the check, which tests/test_export.py covers, where only files matter."""
+    """Leave out the check, which tests/export/test_export.py covers, where only files matter."""
     monkeypatch.setattr(export, "check", lambda *_: 0.0)
 
 

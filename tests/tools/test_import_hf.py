@@ -10,11 +10,12 @@ import pytest
 import torch
 import yaml
 
-from tests import exported
+from tests.support import exported
 from tools import import_hf
-from wm_ds import export, trained
-from wm_ds.checkpoint_format import read_tensor
-from wm_ds.config import load
+from wm_ds import trained
+from wm_ds.checkpoint.format import read_tensor
+from wm_ds.config.load import load
+from wm_ds.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,8 +66,8 @@ def test_training_goes_on_from_there(run, folder, tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    from wm_ds.data import GlobalBatches
-    from wm_ds.loss import TokenLoss
+    from wm_ds.data.sequences import GlobalBatches
+    from wm_ds.engine.loss import TokenLoss
 
     batches = GlobalBatches([{"path": str(run.parent / "packed"), "weight": 1.0}], global_batch=8, seed=0)
     loss = TokenLoss(trained.find(run).load(torch.float32)).train()

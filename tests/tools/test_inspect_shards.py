@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests import toy_corpus
-from tests.toy_corpus import documents, pack, write_jsonl
+from tests.support import toy_corpus
+from tests.support.toy_corpus import documents, pack, write_jsonl
 
 INSPECT = toy_corpus.tool("inspect_shards")
 TEXTS = ["abc", "the winter", "x" * 40, "d", f"say {toy_corpus.EOS} now"]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests import exported
+from tests.support import exported
 from tools import measure_convergence as tool
 
 

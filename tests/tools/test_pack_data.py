@@ -20,11 +20,11 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests import toy_corpus
-from tests.toy_corpus import EOS, documents, pack, pack_process, packed_bytes, run, write_jsonl
-from wm_ds import pack as packing
-from wm_ds import shards
-from wm_ds.encode import open_decoder
+from tests.support import toy_corpus
+from tests.support.toy_corpus import EOS, documents, pack, pack_process, packed_bytes, run, write_jsonl
+from wm_ds.data import shards
+from wm_ds.packing import unit as packing
+from wm_ds.packing.tokenizer import open_decoder
 
 
 @pytest.fixture(scope="module")

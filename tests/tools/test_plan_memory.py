@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tools.plan_memory import Room, main
-from wm_ds.plan import Plan
+from wm_ds.plan.memory import Plan
 
 
 @pytest.fixture

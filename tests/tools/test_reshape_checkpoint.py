@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist.checkpoint_launch import run
+from tests.support.checkpoint_launch import run
 from tools.reshape_checkpoint import main, reshape
-from wm_ds.checkpoint import find_latest, read_tensor, verify
-from wm_ds.checkpoint_format import Entry, Manifest, State, read_manifest, write_fragments, write_json
+from wm_ds.checkpoint.format import Entry, Manifest, State, read_manifest, write_fragments, write_json
+from wm_ds.checkpoint.manager import find_latest, read_tensor, verify
 
 TOOL = Path(__file__).parents[2] / "tools" / "reshape_checkpoint.py"
 

@@ -1,0 +1,55 @@
+"""Fields' own arithmetic: accumulation, durations, tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.test_load import changed
+from wm_ds.config import load as configuration
+from wm_ds.config import schema
+from wm_ds.config.schema import Batch, ConfigError
+
+
+def test_accumulation_keeps_the_global_batch():
+    assert [Batch(global_batch=128, micro_batch=4).accumulation(r) for r in (1, 4, 8, 32)] == [32, 8, 4, 1]
+
+
+def test_indivisible_global_batch_lists_choices_that_work():
+    with pytest.raises(ConfigError) as caught:
+        Batch(global_batch=128, micro_batch=4).accumulation(6)
+    message = str(caught.value)
+    assert "global_batch 128 does not divide over 6 ranks x micro_batch 4" in message
+    assert "2, 4, 8 ranks" in message
+    assert "global_batch 120 or 144" in message
+    with pytest.raises(ConfigError, match=r"micro_batch in \{1, 2, 4\}"):
+        Batch(global_batch=24, micro_batch=3).accumulation(6)
+    for micro in (1, 2, 4):
+        Batch(global_batch=24, micro_batch=micro).accumulation(6)
+
+
+# The paper's 2% of 30,518 steps is 610.36: 610 steps.
+@pytest.mark.parametrize(
+    ("duration", "steps"),
+    [
+        (200, 200),
+        ("2%", 610),
+        ("0.5%", 153),
+        (0, 0),
+        ("262144 tokens", 1),
+        ("1.5M tokens", 6),
+        ("1e9 tokens", 3815),
+    ],
+)
+def test_durations_become_whole_steps(duration, steps):
+    assert schema.to_steps("optim.warmup", duration, 30518, 128 * 2048) == steps
+
+
+@pytest.mark.parametrize("duration", ["2", "x%", "5 M", "200%", -1, 40000])
+def test_durations_that_make_no_sense_are_refused(duration):
+    with pytest.raises(ConfigError, match=r"optim\.warmup"):
+        schema.to_steps("optim.warmup", duration, 30518, 128 * 2048)
+
+
+def test_a_run_in_tokens_is_rounded_up_to_whole_steps():
+    config = configuration.parse(changed(steps=None, tokens="8e9", batch__global_batch=128))
+    assert config.total_steps(2048) == 30518  # 8e9 / (128 * 2048) = 30517.6

@@ -1,0 +1,97 @@
+"""Residuals of the passes and statistics of the routers against their definitions."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import tiny
+from wm_ds.distributed.process_group import World
+from wm_ds.engine.diagnostics import observe
+from wm_ds.model import Schedule
+
+LENGTH, GROUPS, PASSES = 13, 3, 3
+
+
+class Engine:
+    """The model as observe sees it through the engine: one rank, evaluation with the trained schedule."""
+
+    def __init__(self, lm: torch.nn.Module) -> None:
+        self.lm, self.world = lm, World(0, 0, 1, torch.device("cpu"), "gloo")
+
+    def evaluate(self, micro_batches: list[dict[str, Tensor]]) -> None:
+        (batch,) = micro_batches
+        assert batch["input_ids"].shape[0] == 1, "one row is enough"
+        with torch.no_grad():
+            self.lm.model(**batch, schedule=Schedule.cyclic(GROUPS, PASSES), use_cache=False)
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, tiny.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "document_ids": torch.zeros(2, LENGTH, dtype=torch.int32)}
+
+
+def observed(lm: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    return observe(Engine(lm.eval()), batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("relaxation", [1.0, [0.7, 0.4]])
+def test_residuals_are_how_far_each_pass_moved_the_pool(batch, relaxation):
+    lm = tiny.build(k=3, relaxation=relaxation).eval()
+    found = observed(lm, batch)["residuals"]
+    assert len(found) == PASSES
+    pools = []
+    for passes in range(1, PASSES + 1):
+        cache = lm.model(
+            batch["input_ids"][:1], schedule=Schedule.cyclic(GROUPS, passes), use_cache=True
+        ).past_key_values
+        pools.append(torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers]))
+    for number in range(1, PASSES):
+        new, old = pools[number], pools[number - 1]
+        if relaxation == 1.0:
+            assert found[number] == pytest.approx(float((new - old).norm() / new.norm()), abs=2e-5)
+    assert found[0] > found[1] > found[2] > 0
+
+
+def test_router_statistics_by_hand(batch):
+    """With router weights of zero the mixing weights are the bias, whatever the token."""
+    layers, k = 4, 3
+    lm = tiny.build(k=k, layers=layers)
+    biases = {"key": lm.model.pool.key.router_bias, "value": lm.model.pool.value.router_bias}
+    with torch.no_grad():
+        for branch in (lm.model.pool.key, lm.model.pool.value):
+            branch.router_weight.zero_()
+    found = observed(lm, batch)
+    for name, bias in biases.items():
+        for channel, alpha in enumerate(bias.detach().view(k, layers).tolist()):
+            total = sum(abs(a) for a in alpha)
+            shares = [abs(a) / total for a in alpha]
+            entropy = -sum(s * math.log(s) for s in shares)
+            assert found["router_entropy"][name][channel] == pytest.approx(entropy, abs=2e-5)
+            # Layer l reads channel l mod k; what it gets from states of layers above its own is feedback.
+            readers = [reader for reader in range(layers) if reader % k == channel]
+            deeper = [sum(s for source, s in enumerate(shares) if source > reader) for reader in readers]
+            assert found["feedback_share"][name][channel] == pytest.approx(
+                sum(deeper) / len(readers), abs=2e-5
+            )
+
+
+def test_statistics_follow_the_tokens_and_leave_no_trace(batch):
+    lm = tiny.build(k=3)
+    first = observed(lm, batch)
+    other = observed(lm, {**batch, "input_ids": (batch["input_ids"] + 1) % tiny.VOCABULARY})
+    assert first["router_entropy"] != other["router_entropy"]
+    assert observed(lm, batch) | {"peak_memory_gib": 0} == first | {"peak_memory_gib": 0}
+    assert not lm.model.measure_residuals
+    assert "mixing_weights" not in vars(lm.model.pool.key)
+
+
+def test_other_models_report_memory_alone(batch):
+    lm = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
+    assert [*observe(Engine(lm), batch)] == ["peak_memory_gib"]  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""`--dry-run`: what it prints, and that its memory plan is the planner's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_train import ROOT, data, run_file  # noqa: F401  (data is a fixture)
+from wm_ds import train
+from wm_ds.config import load as configuration
+from wm_ds.config import validate
+from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.families import build_model, model_config
+from wm_ds.plan.dry_run import dry_run
+from wm_ds.plan.memory import GIB, configured
+from wm_ds.train import open_data
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> int:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    return 2
+
+
+def section(shown: str, title: str) -> str:
+    return shown.split(f"# {title}")[1].split("\n\n")[0]
+
+
+def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # noqa: F811
+    path = run_file(tmp_path, data)
+    assert train.main([str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    resolved = yaml.safe_load(section(shown, "the run"))
+    assert configuration.parse(resolved) == configuration.load(path)
+    assert '"gradient_clipping": 0.0' in section(shown, "DeepSpeed's configuration")
+    assert "model.pool.key.proj" in section(shown, "parameters")
+    assert "1 micro-batches of 2 per rank and step" in shown
+    assert re.search(r"warm-up 2 steps; learning rate 0\.005 at step 1, 0\.01 at step 2", shown)
+    batches, _ = open_data(configuration.load(path))
+    for step in (0, 1):
+        (part,) = batches.batch(step, 0, 2, 2)
+        samples = [int(i) for i in part["sample_ids"]]
+        assert f"step {step + 1}, rank 0: samples {samples}, " in shown
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "changes"),
+    [
+        ("zero2", {}),
+        ("zero3_offload", {}),
+        ("zero1", {"precision": "bf16", "batch__micro_batch": 1, "optim__clip_rule": "local"}),
+        ("zero2", {"model__family": "vanilla", "model__num_groups": None, "recompute": "layer"}),
+    ],
+)
+def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, changes: dict[str, Any]):  # noqa: F811
+    config = configuration.load(run_file(tmp_path, data, **changes))
+    json = validate.load_deepspeed(ROOT / "ds_configs" / f"{deepspeed}.json")
+    shown = section(dry_run(config, json, *open_data(config)), "states by arithmetic")
+    batches, _ = open_data(config)
+    hf = model_config(config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=0)
+    rows = table_for(config, build_model(hf, seed=0))
+    plan = configured(config, json, hf, rows, batches.seq_len, ranks)
+    found = {name: float(size) for name, size in re.findall(r"^(.*?) +([\d.]+) GiB", shown, re.MULTILINE)}
+    for name, size in plan.parts.items():
+        assert found.get(name, 0.0) == pytest.approx(size / GIB, abs=6e-4)
+    assert found["peak on the device"] == pytest.approx(plan.peak / GIB, abs=6e-4)
+    assert plan.stage == json["zero_optimization"]["stage"]
+    assert ("in host memory" in shown) == ("offload" in deepspeed)
+    assert all(note in shown for note in plan.notes)
+    whole = config.model.family == "whitematter" and plan.stage >= 2
+    assert any("whole on every GPU" in note for note in plan.notes) == whole
+    assert any("summed in fp32" in note for note in plan.notes) == (config.precision == "bf16")
+    parameters = sum(p.numel() for p in build_model(hf, seed=0).parameters())
+    expected = {"zero1": 2 + 4 + 2, "zero2": 4, "zero3_offload": 0}[deepspeed]
+    if deepspeed == "zero1":  # bf16 weights; bf16 gradients and their fp32 sums
+        assert plan.parts["parameters"] + plan.parts["gradients"] == expected * parameters
+    else:
+        assert plan.parts["parameters"] == expected * parameters
+
+
+def test_every_refusal_of_a_start_is_one_of_the_dry_run(capsys, data, tmp_path, ranks):  # noqa: F811
+    path = run_file(tmp_path, data)
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"zero_optimisation": {"stage": 2}}')
+    for override, said in (
+        (f"deepspeed={bad}", "did you mean zero_optimization?"),
+        ("batch.micro_batch=3", "global_batch 4 does not divide over 2 ranks"),
+        ("model.vocab_size=10", "model.vocab_size = 10 is smaller"),
+        ("optim.warmup=7", "optim.warmup = 7 is 7 steps of a run of 6"),
+        ("optim.lrr=1", "did you mean optim.lr?"),
+    ):
+        assert train.main([str(path), "--dry-run", override]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert said in captured.err

@@ -1,0 +1,82 @@
+"""The planner against two real ranks: bytes alive in a step, storage by storage, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import numerics
+from wm_ds.config import load as configuration
+from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.families import model_class, model_config
+from wm_ds.plan.activations import body
+from wm_ds.plan.memory import plan
+from wm_ds.plan.storage_tracker import MIB
+
+LENGTH, VOCABULARY, BUCKET = 128, 2000, 100_000
+# Stage, precision, micro-batch, layers. With micro-batches of one row a step has two, whose gradients are
+# summed in fp32.
+CASES = [
+    (0, "fp32", 2, 4),
+    (1, "autocast", 2, 4),
+    (2, "bf16", 2, 4),
+    (3, "fp32", 2, 4),
+    (0, "bf16", 1, 6),
+    (1, "bf16", 1, 3),
+    (2, "bf16", 1, 6),
+    (3, "bf16", 1, 3),
+]
+
+
+def settings(precision: str, micro_batch: int, layers: int) -> dict:
+    return {
+        "run": {"dir": "unused"},
+        "model": {
+            "hidden_size": 192,
+            "intermediate_size": 576,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 32,
+            "num_kv_channels": 3,
+            "num_groups": 8,
+        },
+        "data": {"train": "unused"},
+        "batch": {"global_batch": 4, "micro_batch": micro_batch},
+        "optim": {"lr": 1e-3},
+        "precision": precision,
+        "recompute": "group",
+        "steps": 10,
+    }
+
+
+def zero(stage: int) -> dict:
+    buckets = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} if stage else {}
+    return {"zero_optimization": {"stage": stage} | buckets}
+
+
+@pytest.mark.slow
+def test_predicted_peaks_are_within_a_tenth_of_measured_ones() -> None:
+    plans = [
+        {"config": settings(*c), "deepspeed": zero(stage), "length": LENGTH, "vocabulary": VOCABULARY}
+        for stage, *c in CASES
+    ]
+    answers = numerics.run(2, plans, timeout_s=1800, worker="tests.support.memory_worker")
+    wrong = []
+    for (stage, precision, micro_batch, layers), ranks in zip(CASES, answers):
+        config = configuration.parse(settings(precision, micro_batch, layers))
+        hf = model_config(config.model, vocab_size=VOCABULARY, seq_len=LENGTH, eos_id=0)
+        with torch.device("meta"):
+            lm = model_class(hf)(hf)
+        found = plan(
+            config, hf, table_for(config, lm), LENGTH, 2, body(hf, LENGTH, precision, "group"),
+            stage=stage, gather="step" if stage == 3 else None, recompute="group", micro_batch=micro_batch,
+            buckets=(BUCKET, BUCKET),
+        )  # fmt: skip
+        measured = max(rank["peak"] for rank in ranks)
+        what = f"stage {stage} {precision} {micro_batch} {layers}"
+        parts = {k: round(v / MIB, 2) for k, v in found.parts.items()}
+        print(what, parts, round(found.peak / MIB, 1), "measured", round(measured / MIB, 1))
+        if abs(found.peak / measured - 1) > 0.1:
+            wrong.append(f"{what}: {found.peak / MIB:.1f} against {measured / MIB:.1f} MiB")
+    assert not wrong, wrong

@@ -1,0 +1,252 @@
+"""Numbers, fencing and the batch script's decisions, without SLURM."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from wm_ds.run.attempt import (
+    EXIT_CHECK_FAILED,
+    EXIT_STOP_FILE,
+    EXIT_SUPERSEDED,
+    Attempt,
+    SupersededError,
+    attempts,
+    claim,
+    failure_report,
+    finish,
+    join,
+)
+
+
+def decide(attempt, code=0, job="7", **options):
+    return finish(attempt, job=job, srun_code=code, **{"max_crashes": 5, "max_same_step": 3, **options})
+
+
+def _claim_number(folder):
+    return claim(folder, lease_s=0).number
+
+
+def test_numbers_are_unique_and_without_gaps(tmp_path):
+    with multiprocessing.get_context("fork").Pool(8) as pool:
+        # Claims that are overtaken at once refuse to go on: that is their purpose, and not of interest here.
+        results = [pool.apply_async(_claim_number, (tmp_path,)) for _ in range(40)]
+        numbers = []
+        for result in results:
+            try:
+                numbers.append(result.get())
+            except SupersededError:
+                continue
+    assert len(set(numbers)) == len(numbers)
+    assert [a.number for a in attempts(tmp_path)] == list(range(1, 41))
+
+
+def test_the_older_attempt_may_not_write(tmp_path):
+    first = claim(tmp_path)
+    first.check()
+    second = claim(tmp_path)
+    assert first.superseded()
+    assert not second.superseded()
+    with pytest.raises(SupersededError, match=r"attempt 1 of .* superseded"):
+        first.check()
+    second.check()
+
+
+def test_a_clean_end_is_not_waited_for(tmp_path):
+    first = claim(tmp_path)
+    first.touch()
+    first.record_end(result="stopped", clean=True)
+    start = time.monotonic()
+    claim(tmp_path, lease_s=60)
+    assert time.monotonic() - start < 5
+
+
+def test_waits_for_a_living_attempt_to_fall_silent(tmp_path):
+    first, said = claim(tmp_path), []
+    first.touch()
+    alive = threading.Event()
+
+    def live():
+        while not alive.wait(0.05):
+            first.touch()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    timer = threading.Timer(1.0, alive.set)
+    timer.start()
+    start = time.monotonic()
+    claim(tmp_path, lease_s=0.5, say=said.append)
+    waited = time.monotonic() - start
+    thread.join()
+    assert waited >= 1.4, "it must not go on while the other one lives"
+    assert len(said) == 1
+    assert "attempt 1" in said[0]
+
+
+def test_a_long_silent_attempt_is_not_waited_for(tmp_path):
+    first = claim(tmp_path)
+    first.touch()
+    os.utime(first.path("alive"), (time.time() - 100, time.time() - 100))
+    start = time.monotonic()
+    claim(tmp_path, lease_s=60)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_run_on_this_machine_is_looked_up_by_its_process(tmp_path, dead):
+    program = (
+        "from wm_ds.run.attempt import join; import sys; a = join(sys.argv[1], solo=True); a.touch(); input()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    deadline = time.monotonic() + 30
+    while not Attempt(tmp_path, 1).path("alive").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if dead:
+        child.kill()
+        child.wait()
+    start = time.monotonic()
+    claim(tmp_path, lease_s=30 if dead else 1)
+    waited = time.monotonic() - start
+    child.kill()
+    child.wait()
+    assert waited < 10 if dead else waited >= 0.9
+
+
+def test_a_newer_claim_ends_the_waiting(tmp_path):
+    claim(tmp_path).touch()
+    threading.Timer(0.5, lambda: claim(tmp_path, lease_s=0)).start()
+    with pytest.raises(SupersededError):
+        claim(tmp_path, lease_s=30)
+
+
+def test_ranks_take_the_batch_scripts_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("WM_ATTEMPT", "12")
+    assert join(tmp_path).number == 12
+    assert attempts(tmp_path) == []
+
+
+def test_only_the_first_failure_is_kept(tmp_path):
+    attempt = claim(tmp_path)
+    assert attempt.record_failure(rank=3, exit_code=137)
+    assert not attempt.record_failure(rank=0, exit_code=1)
+    assert attempt.failure() == {"rank": 3, "exit_code": 137}
+
+
+def test_decisions_on_good_ends(tmp_path):
+    attempt = claim(tmp_path)
+    (tmp_path / "stopped").write_text(json.dumps({"step": 5, "reason": "SIGTERM"}))
+    assert decide(attempt)[:2] == ("requeue", 0)
+    (tmp_path / "STOP").touch()
+    assert decide(attempt)[:2] == ("exit", EXIT_STOP_FILE)
+    (tmp_path / "done").write_text(json.dumps({"step": 9}))
+    assert decide(attempt)[:2] == ("exit", 0)
+    claim(tmp_path, lease_s=0)
+    assert decide(attempt)[:2] == ("exit", EXIT_SUPERSEDED)
+
+
+def test_an_earlier_marker_is_not_this_attempts_end(tmp_path):
+    claim(tmp_path)
+    (tmp_path / "stopped").write_text(json.dumps({"step": 5, "reason": "SIGTERM"}))
+    second = claim(tmp_path, lease_s=0)
+    verdict = decide(second, code=0)
+    assert verdict.action == "requeue"
+    assert "crash 1" in verdict.reason
+
+
+def test_a_stop_before_the_start_is_no_crash(tmp_path):
+    assert decide(claim(tmp_path), code=143, not_started=True)[:2] == ("requeue", 0)
+    second = claim(tmp_path, lease_s=0)
+    assert "crash 1" in decide(second, code=1).reason
+
+
+@pytest.mark.parametrize(
+    ("first", "verdict"),
+    [
+        (143, ("requeue", 0)),
+        (138, ("requeue", 0)),
+        (72, ("exit", 72)),
+        (1, ("exit", 72)),
+        (137, ("exit", 72)),
+    ],
+)
+def test_a_check_that_failed_is_no_stop_whatever_srun_says(tmp_path, first, verdict):
+    """srun ends the other ranks of a failed check by SIGTERM, and 143 is higher than the check's own code."""
+    attempt = claim(tmp_path)
+    attempt.record_failure(rank=1, exit_code=first, step=None)
+    assert decide(attempt, code=143, not_started=True, max_crashes=0)[:2] == verdict
+
+
+def test_exit_zero_without_a_marker_is_a_crash(tmp_path):
+    assert decide(claim(tmp_path), max_crashes=0)[:2] == ("exit", 1)
+
+
+def test_crashes_of_one_job_are_capped(tmp_path):
+    verdicts = []
+    for step in range(4):
+        attempt = claim(tmp_path, lease_s=0)
+        attempt.record_failure(rank=1, exit_code=137, step=step)
+        verdicts.append(decide(attempt, code=143, max_crashes=2))
+    assert [v.action for v in verdicts] == ["requeue", "requeue", "exit", "exit"]
+    assert verdicts[2].code == 137, "the first failure's code, not srun's"
+    # Another job for the same run: somebody has looked at it, and the count begins again.
+    attempt = claim(tmp_path, lease_s=0)
+    assert decide(attempt, code=1, job="8", max_crashes=2).action == "requeue"
+
+
+def test_three_crashes_at_one_step_are_enough(tmp_path):
+    actions = []
+    for step in (4, 7, 7, 7):
+        attempt = claim(tmp_path, lease_s=0)
+        attempt.record_failure(rank=1, exit_code=1, step=step)
+        actions.append(decide(attempt, code=1).action)
+    assert actions == ["requeue", "requeue", "requeue", "exit"]
+
+
+@pytest.mark.parametrize("code", [2, EXIT_CHECK_FAILED])
+def test_what_a_person_must_mend_is_retried_only_later(tmp_path, code):
+    attempt = claim(tmp_path, lease_s=0)
+    failed = {"check_failed": code == EXIT_CHECK_FAILED}
+    assert decide(attempt, code=code, restarts=0, **failed)[:2] == ("exit", code)
+    assert decide(attempt, code=code, restarts=3, **failed).action == "requeue"
+
+
+def test_the_report_shows_the_first_failures_traceback_once(tmp_path):
+    attempt = claim(tmp_path)
+    attempt.record_failure(rank=1, node="wm2", kind="exception", exit_code=1, step=7)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "5.0001.rank000.log").write_text("Traceback (most recent call last)\nConnectionError\n")
+    (logs / "5.0001.rank001.log").write_text("fine\nTraceback (most recent call last)\nValueError: it\n")
+    (logs / "5.0001.rank011.log").write_text("Traceback (most recent call last)\nConnectionError\n")
+    report = "\n".join(failure_report(attempt, logs))
+    assert report.count("Traceback") == 1
+    assert "ValueError: it" in report
+    assert "rank 1 on wm2, exception, exit code 1, step 7" in report
+
+
+def test_command_line(tmp_path):
+    def call(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "wm_ds.run.attempt", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    assert call("claim", str(tmp_path), "--job", "5").stdout == "1\n"
+    crash = call("finish", str(tmp_path), "1", "--job", "5", "--srun-code", "3", "--max-crashes", "0")
+    assert crash.stdout == "exit 3\n"
+    assert "the cap is 0 retries" in crash.stderr
+    readonly = call("claim", "/proc/nowhere")
+    assert readonly.returncode == 1
+    assert readonly.stderr.startswith("error: ")
+    assert "Traceback" not in readonly.stderr

@@ -1,0 +1,228 @@
+"""RUN_DIR/checkpoints: which checkpoints there are, which is the latest, publishing and pruning.
+
+  checkpoints/latest                         name of the newest published checkpoint, replaced by rename
+  checkpoints/step_00000100/                 complete: the manifest was in it before it got this name
+  checkpoints/step_00000200.partial-TOKEN/   being written by attempt TOKEN, or left behind by a kill
+  checkpoints/step_00000050.doomed-TOKEN/    being removed
+
+A directory gets its final name only when it is complete, and `latest` names it only after that, so whatever
+moment a kill hits, the newest directory with a final name loads. Files and directories are fsynced in that
+order. Everything here is done by rank 0 alone.
+"""
+
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from wm_ds.checkpoint.format import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    replace_file,
+    size_problem,
+    sync_directory,
+)
+
+LATEST = "latest"
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"step_\d{8,}\.(partial|doomed)-\w+")
+
+
+@dataclass
+class Listed:
+    """One directory with the name of a checkpoint; `problem` says why it cannot be loaded, None if it can."""
+
+    path: Path
+    step: int
+    sequence: int  # counts the saves of a run: after a rewind the newest is not the one with the highest step
+    size: int
+    problem: str | None
+
+
+def checkpoints_dir(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Listed]:
+    """All directories named like checkpoints, newest save first; sizes are checked, checksums are not."""
+    folder, found = checkpoints_dir(run_dir), []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            manifest = read_manifest(path)
+            problem = size_problem(path, manifest)
+            sequence, size = int(manifest.run["sequence"]), manifest.size
+        except CheckpointError as error:
+            sequence, size, problem = -1, 0, str(error)
+        found.append(Listed(path, int(match.group(1)), sequence, size, problem))
+    return sorted(found, key=lambda c: (c.sequence, c.step), reverse=True)
+
+
+def leftovers(run_dir: str | Path) -> list[Path]:
+    """Directories of saves or removals that never ended."""
+    folder = checkpoints_dir(run_dir)
+    return sorted(p for p in folder.iterdir() if _LEFTOVER.fullmatch(p.name)) if folder.is_dir() else []
+
+
+def describe(run_dir: str | Path) -> str:
+    """One line on what is there, for error messages."""
+    listed = list_checkpoints(run_dir)
+    if not listed:
+        return f"there are no checkpoints in {checkpoints_dir(run_dir)}"
+    names = [c.path.name + (" (damaged)" if c.problem else "") for c in listed]
+    return f"there are: {', '.join(names)} in {checkpoints_dir(run_dir)}"
+
+
+def find_latest(run_dir: str | Path, say: Callable[[str], None] = print) -> Path | None:
+    """The checkpoint to resume from, None for a start at step 0; tells by `say` what it skipped.
+
+    That is the newest complete one: the one that `latest` names, or a later one that was complete when a kill
+    hit before `latest` was replaced. Raises CheckpointError when `latest` is there but names nothing that
+    could be loaded, and when there are checkpoints of which not one is complete: neither is a fresh start.
+    """
+    folder = checkpoints_dir(run_dir)
+    listed = list_checkpoints(run_dir)
+    complete = [c for c in listed if c.problem is None]
+    pointer = folder / LATEST
+    if pointer.exists() or pointer.is_symlink():
+        named = _pointed_at(pointer, listed, run_dir)
+        if named.problem is not None:
+            raise CheckpointError(
+                f"the latest checkpoint is damaged: {named.problem}; {_offer(complete)} ({describe(run_dir)})"
+            )
+    for partial in leftovers(run_dir):
+        say(f"{partial.name}: skipped, its save never ended")
+    if not complete:
+        if listed:
+            problems = "; ".join(str(c.problem) for c in listed)
+            raise CheckpointError(
+                f"no checkpoint in {folder} is complete: {problems}; remove {folder} to start at step 0 again"
+            )
+        if leftovers(run_dir):
+            say("the first save of this run never ended: starting at step 0")
+        return None
+    newest = complete[0]
+    for other in listed:
+        if other.problem is not None:
+            say(f"{other.path.name}: skipped, {other.problem}")
+    if not pointer.exists():
+        say(f"`{LATEST}` is missing: taking the newest complete checkpoint, {newest.path.name}")
+    elif newest.path.name != named.path.name:
+        say(
+            f"{newest.path.name} is complete, though its run ended before `{LATEST}` named it instead of "
+            f"{named.path.name}: taking it"
+        )
+    return newest.path
+
+
+def _pointed_at(pointer: Path, listed: list[Listed], run_dir: str | Path) -> Listed:
+    try:
+        name = pointer.read_text().removesuffix("\n")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read ({error}); {describe(run_dir)}") from None
+    for candidate in listed:
+        if candidate.path.name == name:
+            return candidate
+    raise CheckpointError(
+        f"{pointer} names {name!r}, which is no checkpoint; {describe(run_dir)}. "
+        f"Write a good name into it, or remove it to take the newest"
+    )
+
+
+def _offer(complete: list[Listed]) -> str:
+    if not complete:
+        return "no other checkpoint is complete"
+    return (
+        f"the newest complete one is {complete[0].path}: resume from it explicitly, or remove the damaged one"
+    )
+
+
+def previous_complete(path: str | Path) -> str:
+    """What to offer when the checkpoint at `path` turns out damaged: words for an error message."""
+    path = Path(path)
+    if path.parent.name != "checkpoints":
+        return "restore it from a copy, or resume from another checkpoint"
+    others = [
+        c for c in list_checkpoints(path.parent.parent) if c.problem is None and c.path.name != path.name
+    ]
+    return _offer(others)
+
+
+# -- rank 0 of a running attempt ---------------------------------------------------------------------------
+
+
+def clean_up(run_dir: str | Path) -> None:
+    """Make the folder and remove what ended attempts left behind; once, before an attempt's first save."""
+    checkpoints_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    for path in leftovers(run_dir):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def partial_path(run_dir: str | Path, step: int, token: str) -> Path:
+    return checkpoints_dir(run_dir) / f"{step_name(step)}.partial-{token}"
+
+
+def next_sequence(run_dir: str | Path) -> int:
+    return 1 + max((c.sequence for c in list_checkpoints(run_dir)), default=0)
+
+
+def publish(
+    run_dir: str | Path, partial: Path, step: int, manifest: Manifest, fence: Callable[[], None]
+) -> Path:
+    """Make the partial directory, complete but for its manifest, the latest checkpoint; returns its path.
+
+    `fence` is called at the last moment and raises when this attempt may no longer write. Raises
+    CheckpointError when files are not as their ranks said.
+    """
+    folder, final = checkpoints_dir(run_dir), checkpoints_dir(run_dir) / step_name(step)
+    problem = size_problem(partial, manifest)
+    if problem is not None:
+        raise CheckpointError(problem)
+    replace_file(partial / MANIFEST, manifest.to_json().encode())
+    fence()
+    replaced = None
+    if final.exists():  # a run that went back passes the same step again
+        (folder / LATEST).unlink(missing_ok=True)  # a kill in between must not leave it naming nothing
+        replaced = final.rename(_doomed(final))
+    partial.rename(final)
+    sync_directory(folder)
+    replace_file(folder / LATEST, f"{final.name}\n".encode())
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def prune(run_dir: str | Path, *, keep_last: int, keep_every: int = 0) -> list[str]:
+    """Remove complete checkpoints but the `keep_last` newest and those at multiples of `keep_every` steps.
+
+    Call after a publication only. Damaged ones do not count as kept and are left for a person to look at.
+    Returns the names of the removed.
+    """
+    if keep_last < 1:
+        raise ValueError(
+            f"keep_last is {keep_last}, must be 1 or more: the latest checkpoint is never removed"
+        )
+    complete = [c for c in list_checkpoints(run_dir) if c.problem is None]
+    removed = []
+    for old in complete[keep_last:]:
+        if keep_every and old.step % keep_every == 0:
+            continue
+        doomed = old.path.rename(_doomed(old.path))
+        shutil.rmtree(doomed, ignore_errors=True)
+        removed.append(old.path.name)
+    return removed
+
+
+def _doomed(path: Path) -> Path:
+    """A name that marks `path` for removal before any file of it goes, so that half of it is never loaded."""
+    return path.with_name(f"{path.name}.doomed-{secrets.token_hex(4)}")

@@ -1,0 +1,142 @@
+"""A run, as written by a person: YAML plus `section.field=value` overrides, checked before anything is built.
+
+schema.py declares every key; an unknown one is refused with the nearest name. `load` parses and checks what
+the file alone can tell (checks.contradictions); checks.check_against_data needs the packed data's manifest,
+`Batch.accumulation` the number of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
+from wm_ds.config.validate import contradictions, nearest
+
+__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "parse", "schedule_steps"]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with `3e-4` as a number (YAML 1.1 wants a point in it) and without silent duplicate keys."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} appears twice")
+        seen.add(key.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a run's YAML, apply `section.field=value` overrides, and check what can be checked without data.
+
+    Relative paths inside stay relative to the working directory. Raises ConfigError with one line per
+    problem.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        raw = yaml.load(text, _Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must hold sections (run, model, data, …), found {type(raw).__name__}")
+    for override in overrides or []:
+        _override(raw, override)
+    return parse(raw, source=str(path))
+
+
+def parse(raw: dict[str, Any], source: str = "config") -> Config:
+    """A checked Config from plain dictionaries. Raises ConfigError."""
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+    problems = contradictions(config)
+    if problems:
+        raise ConfigError(f"{source}: " + "; ".join(problems))
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved run as YAML; `load` reads it back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not an override; write section.field=value")
+    try:
+        parsed = yaml.load(value, _Loader) if value else None
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: the value is not valid YAML") from None
+    *path, last = key.split(".")
+    at = raw
+    for i, part in enumerate(path):
+        at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"{override!r}: {'.'.join(path[: i + 1])} is a value, not a section")
+    at[last] = parsed
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        name = str(error["loc"][-1])
+        return f"unknown key {where}{nearest(name, known, prefix=where[: -len(name)])}"
+    if error["type"] == "missing":
+        return f"{where} is required"
+    if error["type"] == "model_type":
+        return f"{where} must be a section, got {error['input']!r}"
+    return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _known_keys(path: tuple) -> list[str]:
+    at: Any = Config
+    for part in path:
+        fields = getattr(at, "model_fields", {})
+        if part not in fields:
+            continue  # an index or the tag of a union
+        kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
+        kinds += [a for k in kinds for a in get_args(k)]
+        at = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), at)
+    return list(at.model_fields)
+
+
+def schedule_steps(config: Config, seq_len: int) -> dict[str, Any]:
+    """Arguments of optim.learning_rate for this run: peak, total, warmup, kind, floor, decay."""
+    total = config.total_steps(seq_len)
+    tokens = seq_len * config.batch.global_batch
+    o = config.optim
+    return {
+        "peak": o.lr,
+        "total": total,
+        "warmup": to_steps("optim.warmup", o.warmup, total, tokens),
+        "kind": o.schedule,
+        "floor": o.floor,
+        "decay": to_steps("optim.decay", o.decay, total, tokens) if o.schedule == "wsd" else 0,
+    }

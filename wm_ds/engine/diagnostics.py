@@ -1,0 +1,97 @@
+"""Measurements of WhiteMatter's iteration, on one row now and then: how far passes move, what routers do.
+
+Shapes: N tokens, k channels, L source layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wm_ds.distributed import process_group
+from wm_ds.engine.engine import Engine
+
+
+def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
+    """One forward without gradient over the first row of each rank; averages over ranks. Collective.
+
+    residuals [passes]: relative change of the pool in each pass (0: the fixed point is reached).
+    router_entropy [k]: of |alpha| over the L sources, in nats, per channel; keys and values apart. 0 is one
+    source, log L is all alike. feedback_share [k]: part of |alpha| that lies on states deeper than the input
+    of the layer that reads the channel, averaged over its readers. peak_memory_gib [ranks]: since the start,
+    on the GPU, or resident on a CPU. Only WhiteMatter with feedback has more than that.
+    """
+    memory = {"peak_memory_gib": peak_memory(engine)}
+    model = engine.lm.model
+    if model.config.model_type != "whitematter" or not model.config.feedback:
+        return memory
+    branches = {"key": model.pool.key, "value": model.pool.value}
+    sums = {name: _Average() for name in branches}
+    readers_kL = _deeper(model.config.num_kv_channels, model.config.num_hidden_layers).to(engine.world.device)
+
+    def watched(name: str, original: Any) -> Any:
+        def mixing_weights(hat_NLD: Tensor) -> Tensor:
+            alpha_NkL = original(hat_NLD)
+            share_NkL = alpha_NkL.detach().abs().float()
+            share_NkL = share_NkL / share_NkL.sum(-1, keepdim=True).clamp(min=1e-12)
+            entropy_k = -(share_NkL * share_NkL.clamp(min=1e-12).log()).sum(-1).mean(0)
+            feedback_k = (share_NkL * readers_kL).sum(-1).mean(0)
+            sums[name].add(torch.stack([entropy_k, feedback_k]))
+            return alpha_NkL
+
+        return mixing_weights
+
+    row = {k: v[:1] for k, v in micro_batch.items()}
+    try:
+        model.measure_residuals = True
+        for name, branch in branches.items():
+            branch.mixing_weights = watched(name, branch.mixing_weights)
+        engine.evaluate([row])
+    finally:
+        model.measure_residuals = False
+        for branch in branches.values():
+            branch.__dict__.pop("mixing_weights", None)
+    mean = [model.residuals.float(), *(sums[name].mean().flatten() for name in branches)]
+    packed = torch.cat([m.to(engine.world.device) for m in mean]).double()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(packed)
+    numbers = [round(x, 5) for x in (packed / engine.world.size).tolist()]
+    k = model.config.num_kv_channels
+    passes = len(numbers) - 4 * k
+    parts = [numbers[passes + i * k : passes + (i + 1) * k] for i in range(4)]
+    return memory | {
+        "residuals": numbers[:passes],
+        "router_entropy": {"key": parts[0], "value": parts[2]},
+        "feedback_share": {"key": parts[1], "value": parts[3]},
+    }
+
+
+def peak_memory(engine: Engine) -> list[float]:
+    """Of every rank, in GiB. Collective."""
+    mine = [0.0] * engine.world.size
+    mine[engine.world.rank] = process_group.peak_memory_bytes(engine.world.device) / (1 << 30)
+    return [round(x, 3) for x in process_group.all_reduce_sum(mine, engine.world.device)]
+
+
+class _Average:
+    def __init__(self) -> None:
+        self._sum: Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, value: Tensor) -> None:
+        self._sum, self._count = self._sum + value, self._count + 1
+
+    def mean(self) -> Tensor:
+        return torch.as_tensor(self._sum) / max(self._count, 1)
+
+
+def _deeper(channels: int, layers: int) -> Tensor:
+    """[k, L]: for channel j and source s, the share of the layers l = j mod k that lie below s."""
+    table = torch.zeros(channels, layers)
+    for j in range(channels):
+        readers = range(j, layers, channels)
+        for s in range(layers):
+            table[j, s] = sum(s > reader for reader in readers) / len(readers)
+    return table

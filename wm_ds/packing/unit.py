@@ -1,0 +1,410 @@
+"""Packing: every unit of the plan becomes a published shard, in any number of processes.
+
+A published shard is never touched again, and a unit's shard does not depend on other units. So the result
+does not depend on workers, on tasks, or on how often the work was interrupted, and to resume means to do what
+is not there yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wm_ds.data import shards
+from wm_ds.packing import documents
+from wm_ds.packing.documents import PieceReader, Reading
+from wm_ds.packing.inputs import Input, Piece
+from wm_ds.packing.plan import PackError, Plan, check_sources, filler_id, prepare
+from wm_ds.packing.quicktok import QuicktokEncoder, build, check
+from wm_ds.packing.tokenizer import Encoder, make_encoder
+
+_BATCH_BYTES = 1 << 20  # text handed to the encoder at once: large enough to hide Python, small in memory
+_BATCH_TEXTS = 4096  # and no more texts than this: an encoding of one word takes a kilobyte, too
+_EXAMPLES = 5  # bad records whose place a shard tells
+
+
+@dataclass(frozen=True)
+class BadRecords:
+    """The policy for records that are no document. Not part of the plan: it never changes a good record."""
+
+    skip: bool = False
+    allow_truncated: bool = False
+
+    def allows(self, reason: str) -> bool:
+        return self.skip or (self.allow_truncated and reason == "truncated")
+
+
+# ------------------------------------------------------------------------------------------ one unit
+
+
+class BadRecordError(PackError):
+    """A record is bad and the policy is to stop."""
+
+
+def pack_unit(
+    plan: Plan,
+    number: int,
+    root: Path,
+    encoder: Encoder,
+    bad: BadRecords,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Read, encode and publish unit `number` as the shard of that number; returns its record.
+
+    progress(bytes read, tokens written) is called now and then. Raises BadRecordError at the first bad record
+    that the policy does not allow, OSError when the disk refuses.
+    """
+    settings, tokenizer = plan.settings, plan.tokenizer
+    reading = Reading(settings.text_field, settings.txt_split)
+    counts: Counter[str] = Counter()
+    problems: Counter[str] = Counter()
+    examples: list[dict[str, str]] = []
+    per_input: list[dict[str, int]] = []
+    source: list[dict[str, Any]] = []
+    with shards.ShardWriter(
+        root,
+        number,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        filler_id=filler_id(tokenizer.eos_id),
+        align=settings.align,
+    ) as writer:
+        texts: list[str] = []
+        waiting = 0
+
+        def write() -> None:
+            nonlocal waiting
+            before = writer.tokens
+            ids, offsets = encoder.encode(texts)
+            lengths = offsets[1:] - offsets[:-1]
+            if not lengths.all():  # text that the tokenizer's normaliser swallows whole has no tokens either
+                counts["empty"] += int((lengths == 0).sum())
+                offsets = offsets[[0, *(lengths.nonzero()[0] + 1)]]
+            writer.add(ids, offsets)
+            texts.clear()
+            waiting = 0
+            progress(0, writer.tokens - before)
+
+        for piece in plan.units[number]:
+            item = plan.inputs[piece.input]
+            documents_before, tokens_before = writer.documents, writer.tokens
+            reader = PieceReader(item, piece, reading, lambda size: progress(size, 0))
+            mtime = os.stat(item.name).st_mtime_ns if item.kind != "dataset" else None
+            for record in reader:
+                if record.problem == documents.BLANK:
+                    counts["blank_lines"] += 1
+                    continue
+                counts["read"] += 1
+                if record.problem is not None:
+                    problems[record.problem] += 1
+                    if len(examples) < _EXAMPLES or not bad.allows(record.problem):
+                        examples.append(_example(item, piece, record))
+                    if not bad.allows(record.problem):
+                        raise BadRecordError(_describe_bad(examples[-1]))
+                elif not record.text:
+                    counts["empty"] += 1
+                else:
+                    texts.append(record.text)
+                    waiting += len(record.text)
+                    counts["text_bytes"] += (
+                        len(record.text) if record.text.isascii() else len(record.text.encode())
+                    )
+                    if waiting >= _BATCH_BYTES or len(texts) >= _BATCH_TEXTS:
+                        write()
+            if texts:
+                write()
+            per_input.append(
+                {
+                    "input": piece.input,
+                    "documents": writer.documents - documents_before,
+                    "tokens": writer.tokens - tokens_before,
+                }
+            )
+            source.append({**asdict(piece), "mtime_ns": mtime, "sha256": reader.digest()})
+        extra = {
+            "counts": {name: counts[name] for name in ("read", "empty", "blank_lines", "text_bytes")},
+            "bad": dict(sorted(problems.items())),
+            "bad_examples": examples,
+            "inputs": per_input,
+        }
+        return writer.publish(extra, {"pieces": source})
+
+
+def _example(item: Input, piece: Piece, record: documents.Record) -> dict[str, str]:
+    if item.kind == "parquet":
+        place = f"{item.name}, row {record.where} from row group {piece.start}"
+    elif item.kind == "dataset":
+        place = f"{item.name}, shard {piece.start}, row {record.where}"
+    else:
+        place = f"{item.name}:{documents.lines_before(item, piece) + record.where + 1}"
+    return {"place": place, "reason": record.problem or "", "detail": record.detail}
+
+
+def _describe_bad(example: dict[str, str]) -> str:
+    return (
+        f"bad record at {example['place']}: {example['reason']} ({example['detail']}). Correct it, or run "
+        f"again with --on-bad-record skip to leave such records out and count them"
+    )
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+_worker: dict[str, Any] = {}
+
+
+def _encoder(plan: Plan, fast: Path | None) -> Encoder:
+    return QuicktokEncoder(plan.tokenizer, fast) if fast else make_encoder(plan.tokenizer)
+
+
+def _start_worker(
+    plan: Plan, root: Path, fast: Path | None, bad: BadRecords, progress: Any, parent: int
+) -> None:
+    _worker.update(plan=plan, root=root, bad=bad, progress=progress, encoder=_encoder(plan, fast))
+
+    def leave_with_parent() -> None:
+        # A parent killed by SIGKILL cannot end its workers, and they would wait for work for ever.
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def _work(number: int) -> dict[str, Any]:
+    counters = _worker["progress"]
+
+    def progress(size: int, tokens: int) -> None:
+        # A unit's own two cells: no lock that a killed worker could keep for ever.
+        counters[2 * number] += size
+        counters[2 * number + 1] += tokens
+
+    return pack_unit(_worker["plan"], number, _worker["root"], _worker["encoder"], _worker["bad"], progress)
+
+
+def pack_units(
+    plan: Plan,
+    numbers: list[int],
+    root: Path,
+    fast: Path | None,
+    bad: BadRecords,
+    workers: int,
+    report: Callable[[int, int, int], None],
+) -> None:
+    """Pack the given units. report(bytes, tokens, units done) is called about twice a second.
+
+    Of several failing units the first one's error is raised, so that the message does not depend on the
+    number of workers; later units are given up. Raises PackError when a worker process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    counters = context.RawArray("q", 2 * len(plan.units))
+
+    def poll(done: int) -> None:
+        report(sum(counters[0::2]), sum(counters[1::2]), done)
+
+    if workers == 1 or len(numbers) == 1:
+        _pack_here(plan, numbers, root, fast, bad, counters, poll)
+        return
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(workers, len(numbers)),
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(plan, root, fast, bad, counters, os.getpid()),
+    )
+    failures: dict[int, BaseException] = {}
+    done = 0
+    remaining = iter(numbers)
+    running: dict[Future[dict[str, Any]], int] = {}
+
+    def submit_next() -> None:
+        number = next(remaining, None)
+        if number is not None and not failures:
+            running[pool.submit(_work, number)] = number
+
+    try:
+        # One unit waits beside those being packed: enough to keep workers busy, and after a failure few
+        # units later than it are begun.
+        for _ in range(workers + 1):
+            submit_next()
+        while running and not (failures and min(running.values()) > min(failures)):
+            finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in finished:
+                number = running.pop(future)
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    raise PackError(
+                        "a worker process died (killed, or out of memory?); the published shards are intact, "
+                        "run the same command again to go on"
+                    ) from None
+                if error is not None:
+                    failures[number] = error
+                else:
+                    done += 1
+                submit_next()
+            poll(done)
+    finally:
+        unfinished = bool(running)
+        pool.shutdown(wait=not unfinished, cancel_futures=True)
+        if unfinished:  # workers hold nothing that a later run would miss
+            ours = set(multiprocessing.active_children()) - others
+            for process in ours:
+                process.terminate()
+            for process in ours:
+                process.join()
+    if failures:
+        raise failures[min(failures)]
+
+
+def _pack_here(
+    plan: Plan,
+    numbers: list[int],
+    root: Path,
+    fast: Path | None,
+    bad: BadRecords,
+    counters: Any,
+    poll: Callable[[int], None],
+) -> None:
+    """The same without processes, for one worker."""
+    encoder = _encoder(plan, fast)
+    last = time.monotonic()
+
+    for done, number in enumerate(numbers):
+
+        def progress(size: int, tokens: int, done: int = done) -> None:
+            nonlocal last
+            counters[0] += size
+            counters[1] += tokens
+            if time.monotonic() - last > 0.5:
+                last = time.monotonic()
+                poll(done)
+
+        pack_unit(plan, number, root, encoder, bad, progress)
+    poll(len(numbers))
+
+
+def sample(plan: Plan, units: int = 16, characters: int = 1 << 16) -> list[str]:
+    """Texts from the beginnings of units all over the corpus, at most `characters` of each unit."""
+    texts = []
+    reading = Reading(plan.settings.text_field, plan.settings.txt_split)
+    for number in range(0, len(plan.units), max(1, len(plan.units) // units)):
+        left = characters
+        piece = plan.units[number][0]
+        for record in PieceReader(plan.inputs[piece.input], piece, reading, lambda _: None):
+            if record.text:
+                texts.append(record.text[:left])
+                left -= len(texts[-1])
+            if left <= 0:
+                break
+    return texts
+
+
+def default_workers() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# ------------------------------------------------------------------------------------------ one task
+
+
+@contextmanager
+def _lock(root: Path, task: int) -> Iterator[None]:
+    """Refuse two packers on one task of a folder. Where the file system has no locks there is none: what two
+    packers of the same task do to each other is at worst an error, since their shards are the same."""
+    with open(root / f".lock-{task}", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PackError(
+                f"another pack_data is at work in {root} (task {task}); wait for it or end it"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        yield
+        Path(file.name).unlink(missing_ok=True)
+
+
+def task_units(plan: Plan, task: int, tasks: int) -> list[int]:
+    return list(range(task, len(plan.units), tasks))
+
+
+def unpublished(root: Path, numbers: list[int]) -> list[int]:
+    return [number for number in numbers if not (root / shards.shard_name(number)).is_dir()]
+
+
+def pack(
+    plan: Plan,
+    root: Path,
+    *,
+    bad: BadRecords,
+    workers: int,
+    task: int = 0,
+    tasks: int = 1,
+    report: Callable[[int, int, int], None] = lambda *_: None,
+) -> dict[str, int]:
+    """Pack this task's units that are not yet published; returns counts of all of the task's shards.
+
+    report: see pack_units. Raises PackError when the folder is another plan's, an input changed, a record is
+    bad, a worker dies or the disk is full.
+    """
+    prepare(plan, root)
+    with _lock(root, task):
+        mine = task_units(plan, task, tasks)
+        _remove_leftovers(root, mine)
+        records = {number: shards.read_record(root, shards.shard_name(number)) for number in mine}
+        for record in filter(None, records.values()):
+            refused = [reason for reason in record["bad"] if not bad.allows(reason)]
+            if refused:  # packed with another policy
+                places = [e for e in record["bad_examples"] if e["reason"] in refused]
+                unknown = {
+                    "place": f"an input of {record['name']}",
+                    "reason": refused[0],
+                    "detail": "skipped before",
+                }
+                raise BadRecordError(_describe_bad([*places, unknown][0]))
+        check_sources(plan, root, [number for number, record in records.items() if record])
+        todo = [number for number in mine if not records[number]]
+        try:
+            fast = None
+            if todo and plan.settings.encoder == "quicktok":
+                fast = root / f".encoder-{task}"
+                build(plan.tokenizer, fast)
+                check(plan.tokenizer, fast, sample(plan))
+            if todo:
+                pack_units(plan, todo, root, fast, bad, workers, report)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            count = len(mine) - len(unpublished(root, mine))
+            raise PackError(
+                f"no space left in {root}: {count} of {len(mine)} shards are published and stay valid; "
+                f"free space and run the same command again"
+            ) from error
+        finally:
+            _remove_leftovers(root, mine)
+            shutil.rmtree(root / f".encoder-{task}", ignore_errors=True)
+        done = [shards.read_record(root, shards.shard_name(number)) for number in mine]
+    return {
+        "shards": len(done),
+        **{name: sum(r[name] for r in done if r) for name in ("documents", "tokens")},
+    }
+
+
+def _remove_leftovers(root: Path, numbers: list[int]) -> None:
+    """Half-written shards of killed attempts."""
+    names = {shards.shard_name(number) for number in numbers}
+    for leftover in root.glob("shard-*.tmp-*"):
+        if leftover.name.partition(".")[0] in names:
+            shutil.rmtree(leftover, ignore_errors=True)

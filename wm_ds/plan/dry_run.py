@@ -1,0 +1,97 @@
+"""`--dry-run`: check a run on any machine and show what it would do, training nothing."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+from wm_ds.config import load as configuration
+from wm_ds.config.schema import Config
+from wm_ds.data.sequences import GlobalBatches, PackedSequences
+from wm_ds.distributed.process_group import launch_size
+from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
+from wm_ds.engine.loss import IGNORE
+from wm_ds.engine.zero3 import parameter_shapes
+from wm_ds.families import model_class, model_config
+from wm_ds.optim.param_rules import format_table, learning_rate
+from wm_ds.plan.flops import training
+from wm_ds.plan.memory import GIB, Plan, configured
+
+
+def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdout: PackedSequences) -> str:
+    """The resolved run, parameter table, memory plan, schedule and first batches as text.
+
+    The memory plan is the planner's (memory.py) for this run alone; the fake run that it needs takes seconds.
+    The number of ranks is WORLD_SIZE, 1 where it is not set. Raises ConfigError, ShardError or OptimizerError
+    for whatever a real start would refuse.
+    """
+    ranks = launch_size()[2]
+    accumulation = config.accumulation(ranks)
+    n = config.sequence_parallel
+    hf = model_config(
+        config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
+    )
+    with torch.device("meta"), no_init_weights():
+        lm = model_class(hf)(hf)
+        lm.tie_weights()
+    rows = table_for(config, lm)
+    full = deepspeed_config(config, json, accumulation, parameter_shapes(lm), ranks)
+    total = config.total_steps(batches.seq_len)
+    tokens = config.batch.global_batch * batches.seq_len
+    schedule = configuration.schedule_steps(config, batches.seq_len)
+    points = sorted({1, max(1, schedule["warmup"]), (total + schedule["warmup"]) // 2, total})
+    cost = training(hf, batches.seq_len, config.recompute)
+    lines = [
+        "# the run",
+        configuration.dump(config).rstrip(),
+        "",
+        "# DeepSpeed's configuration",
+        json_module.dumps(full, indent=2),
+        "",
+        "# parameters",
+        format_table(rows),
+        "",
+        f"# memory and communication of one of {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
+        "# states by arithmetic, activations from the model run on fake tensors (wm_ds/plan/memory.py)",
+        memory_plan(configured(config, json, hf, rows, batches.seq_len, ranks)),
+        "",
+        "# batches and schedule",
+        f"{batches.rows:,} training sequences of {batches.seq_len}, {len(holdout):,} held out; "
+        f"{total:,} steps of {config.batch.global_batch} = {total * tokens:,} tokens "
+        f"({total * config.batch.global_batch / batches.rows:.2f} epochs)",
+        f"{accumulation} micro-batches of {config.batch.micro_batch} per "
+        f"{f'group of {n} ranks (sequence_parallel)' if n > 1 else 'rank'} and step",
+        f"warm-up {schedule['warmup']} steps; learning rate "
+        + ", ".join(f"{learning_rate(p, **schedule):.3g} at step {p}" for p in points),
+    ]
+    if cost is not None:
+        lines.append(
+            f"{cost.model / 1e9:.4g} GFLOP a token "
+            f"({cost.hardware / 1e9:.4g} with recompute = {config.recompute}), "
+            f"{cost.model * total * tokens:.3g} FLOP for the run"
+        )
+    for b in range(min(2, total)):
+        parts = batches.batch(b, 0, config.data_ranks(ranks), config.batch.micro_batch)
+        samples = [int(i) for part in parts for i in part["sample_ids"]]
+        valid = sum(int((part["labels"] != IGNORE).sum()) for part in parts)
+        documents = sum(int(part["document_ids"].max(dim=1).values.add(1).sum()) for part in parts)
+        lines.append(
+            f"step {b + 1}, rank 0: samples {samples[:8]}{' …' * (len(samples) > 8)}, {documents} documents, "
+            f"{valid:,} labels; starts {parts[0]['input_ids'][0, :8].tolist()}"
+        )
+    lines += ["", "all checks passed; nothing was trained"]
+    return "\n".join(lines)
+
+
+def memory_plan(found: Plan) -> str:
+    """A plan as text, a part a line."""
+    lines = [f"{name:20} {size / GIB:9.3f} GiB" for name, size in found.parts.items() if size]
+    lines.append(f"{'peak on the device':20} {found.peak / GIB:9.3f} GiB, and what the figures leave out")
+    if found.host:
+        lines.append(f"{'in host memory':20} {found.host / GIB:9.3f} GiB, by offload")
+    for name, size in found.traffic.items():
+        lines.append(f"{f'sent, {name}':26} {size / GIB:9.3f} GiB a step")
+    return "\n".join([*lines, *found.notes])
