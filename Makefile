@@ -1,5 +1,5 @@
 # make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
-# make test      the tests                 ARGS="tests/test_export.py -x" passes arguments to pytest
+# make test      the tests                 ARGS="tests/export/test_export.py -x" passes arguments to pytest
 # make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
 # make lint      formatting, lint, type hints
 # make clean     removes what make demo and make test made, except .venv; make distclean removes that too
@@ -16,9 +16,9 @@ ARGS ?=
 
 STARTED := $(shell date +%s)
 VENV := .venv
-PIN := $(shell cat requirements.txt 2>/dev/null | cksum | cut -d' ' -f1)
+PIN := $(shell cat requirements.txt pyproject.toml 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
-# DeepSpeed's compiled helper lies in one fixed folder per installation (see wm_ds/distributed.py), not here.
+# DeepSpeed's compiled helper lies in one fixed folder per installation (see wm_ds/distributed/process_group.py), not here.
 BUILT := $(VENV)/.built-$(PIN)
 
 # When this make began, so that the demo's summary can count the installation in.
@@ -56,6 +56,10 @@ $(INSTALLED):
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) || { \
 	  echo "error: pip could not install requirements.txt (its message is above); run the same command again to go on" >&2; exit 1; }
+	@# compat: one path for the whole checkout, so that the tools find each other, too
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --config-settings editable_mode=compat --editable . || { \
+	  echo "error: pip could not install this checkout into $(VENV) (its message is above)" >&2; exit 1; }
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
