@@ -24,7 +24,7 @@ CODE = (".py", "README.md", "export.json")
 def probe(folder: Path) -> Entries:
     """Everything, in an empty folder, which becomes the working directory."""
     os.chdir(folder)
-    entries = _packed(folder)
+    entries = _packed(Path())  # relative: a manifest names its tokenizer as it was given
     entries |= _of_run("run", _trained(folder), step=2)
     old = folder / "old"
     shutil.copytree(OLD_RUN, old)
