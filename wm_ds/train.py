@@ -15,6 +15,7 @@ from typing import Any
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
+from wm_ds.config.reference import summary
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
@@ -40,7 +41,12 @@ REFUSED = (ConfigError, SetupError, ShardError)
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, train, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m wm_ds.train", description="Train a language model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m wm_ds.train",
+        description="Train a language model.",
+        epilog=f"All keys of a run with their meaning: docs/configuration.md. Its sections:\n{summary()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config", help="the run's YAML")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""Every field of a run, with its meaning and its own limits; config.py reads them from YAML.
+"""Every key of a run, with its type, default, unit, meaning and limits; load.py reads them from YAML.
+
+docs/configuration.md is printed from this file (reference.py), so what is said here is all that is said.
 
 Durations (`optim.warmup`, `optim.decay`, and so on) are a number of steps (`200`), a share of the run (`2%`)
 or tokens (`50M tokens`); they become an integer number of steps, rounded half up (2% of 30,518 steps is 610).
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,73 +20,105 @@ class ConfigError(ValueError):
     """The run's description is wrong; the message names the field, the value and the remedy."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What a key's number counts or is measured in."""
+
+    name: str
+
+
+# Numbers by what they count. A plain number is a ratio or a factor, without a unit.
 Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Unit("count")]
+Steps = Annotated[int, Unit("optimizer steps")]
+Tokens = Annotated[int, Unit("tokens")]
+Sequences = Annotated[int, Unit("sequences")]
+Ranks = Annotated[int, Unit("ranks")]
+Channels = Annotated[int, Unit("channels")]
+Minutes = Annotated[float, Unit("minutes")]
+Duration = Annotated[int | str, Unit("optimizer steps, a share of the run, or tokens")]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a run: unknown keys are refused, values keep their types, nothing changes afterwards."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class Run(_Section):
+class Run(Section):
+    """Where the run lives, its seed, and how long it may take."""
+
     dir: str
     """Run directory. It is created; one that holds another run is refused, one with a checkpoint resumes."""
     seed: int = 0
-    """Of the initial weights and the order of the data."""
+    """Seed of the initial weights and the order of the data."""
     deterministic: bool = False
     """Deterministic kernels only: two runs are bitwise equal, somewhat slower on GPUs."""
-    timeout_minutes: float = Field(30.0, gt=0)
+    timeout_minutes: Minutes = Field(30.0, gt=0)
     """Longest wait for another rank, at the start and in every collective; then the run fails."""
-    time_limit_minutes: float | None = Field(None, gt=0)
+    time_limit_minutes: Minutes | None = Field(None, gt=0)
     """Save and stop gracefully after this long, so that a job ends before its scheduler kills it."""
 
 
-class Model(_Section):
+class Model(Section):
+    """The model: family, sizes, pool, and the passes of a training step."""
+
     family: Literal["whitematter", "vanilla", "lckv"] = "whitematter"
     """whitematter; vanilla: transformers' Qwen3, same sizes, ordinary attention; lckv: the sandwich of the
     paper's baseline."""
-    vocab_size: int | None = Field(None, gt=0)
+    vocab_size: Tokens | None = Field(None, gt=0)
     """Rows of the embedding; default: the packed data's vocabulary. May be larger, not smaller."""
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
+    hidden_size: Channels = Field(gt=0)
+    """D: width of the residual stream."""
+    intermediate_size: Channels = Field(gt=0)
+    """I: width of the feed-forward block."""
+    num_hidden_layers: Count = Field(gt=0)
+    """L: number of layers."""
+    num_attention_heads: Count = Field(gt=0)
+    """H: query heads of a layer."""
+    num_key_value_heads: Count = Field(gt=0)
+    """G: KV heads of a layer, or of a channel of the pool; divides the query heads."""
+    head_dim: Channels = Field(gt=0)
+    """d: width of a head."""
     rms_norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square in every RMSNorm."""
     rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary embedding's wavelengths."""
     tie_word_embeddings: bool = False
+    """Whether the head is the embedding's matrix."""
     initializer_range: float = Field(0.02, gt=0)
-    num_kv_channels: int | None = Field(None, gt=0)
-    """k, the KV channels shared by all layers; default L/2. Vanilla has none of this and the following."""
-    router_stride: int | None = Field(None, gt=0)
-    """p: the routers read every p-th layer's state. Default 2."""
+    """Standard deviation of the fresh weights."""
+    num_kv_channels: Count | None = Field(None, gt=0)
+    """k: KV channels, shared by all layers; default L/2. Family vanilla has neither this nor what follows."""
+    router_stride: Count | None = Field(None, gt=0)
+    """p: the routers read the state of every p-th layer. Default 2."""
     router_init: str | None = None
     """Initial source of each channel; default auto (top for k=1, cyclic, shifted for k=L)."""
     routing: Literal["dynamic", "static", "softmax", "fixed"] | None = None
     """Where mixing weights come from: a router per token (default), or numbers that are learned or fixed."""
     feedback: bool | None = None
     """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
-    warmup_layers: int | None = Field(None, ge=0)
+    warmup_layers: Count | None = Field(None, ge=0)
     """lckv only: layers with KV of their own, half at the bottom and half at the top."""
     schedule: Literal["cyclic", "chunked", "wavefront", "exact"] | None = None
     """Sweep of a training step: strided groups over the whole row (default), inside one chunk after another,
     in staggered chunks, or one token after another (exact; for small models)."""
-    chunk_size: int | None = Field(None, gt=0)
+    chunk_size: Tokens | None = Field(None, gt=0)
     """Tokens of a chunk, for chunked and wavefront."""
     relaxation: Positive | list[Positive] | None = None
     """From the second pass on, new pool entry = old + relaxation * (computed - old). Default 1. A list has
     one factor for each pass from the second on; the last serves all further passes."""
-    num_groups: int | None = Field(None, gt=0)
+    num_groups: Count | None = Field(None, gt=0)
     """g: token groups of a pass. Default 8."""
-    no_grad_passes: int | None = Field(None, ge=0)
+    no_grad_passes: Count | None = Field(None, ge=0)
     """Passes of a training step without gradient. Default 1."""
-    grad_passes: int | None = Field(None, gt=0)
+    grad_passes: Count | None = Field(None, gt=0)
     """Passes with gradient, after those without. Default 2."""
     attention: Literal["auto", "sdpa", "flex"] | None = None
     """Attention kernel; default auto: flex for long steps on CUDA, otherwise sdpa."""
-    prefill_passes: int | None = Field(None, gt=0)
+    prefill_passes: Count | None = Field(None, gt=0)
     """Passes over a prompt in generation and evaluation; default: as in training."""
-    prefill_groups: int | None = Field(None, gt=0)
+    prefill_groups: Count | None = Field(None, gt=0)
     """Groups in generation and evaluation; default: num_groups."""
 
     def fields(self) -> dict[str, Any]:
@@ -91,14 +126,18 @@ class Model(_Section):
         return {k: v for k, v in self.model_dump().items() if k != "family" and v is not None}
 
 
-class Source(_Section):
+class Source(Section):
+    """One of several packed data sets to train on."""
+
     path: str
     """Directory of packed data."""
     weight: float = Field(1.0, gt=0)
     """Share of the sequences, relative to the other sources."""
 
 
-class Data(_Section):
+class Data(Section):
+    """What is trained on and what is held out."""
+
     train: str | list[Source]
     """Directory of packed data, or several with weights."""
     holdout: str | None = None
@@ -111,10 +150,12 @@ class Data(_Section):
         return [Source(path=self.train)] if isinstance(self.train, str) else list(self.train)
 
 
-class Batch(_Section):
-    global_batch: int = Field(gt=0)
+class Batch(Section):
+    """How many sequences a step takes, and how many at once."""
+
+    global_batch: Sequences = Field(gt=0)
     """Sequences of one optimizer step, over all ranks."""
-    micro_batch: int = Field(gt=0)
+    micro_batch: Sequences = Field(gt=0)
     """Sequences of one forward and backward on one rank."""
 
     def accumulation(self, ranks: int, name: str = "ranks") -> int:
@@ -140,7 +181,9 @@ class Batch(_Section):
         )
 
 
-class Optim(_Section):
+class Optim(Section):
+    """The update: rule, learning rate, clipping."""
+
     name: Literal["muon", "adamw"] = "muon"
     """muon: Muon for weight matrices and AdamW for the rest. adamw: AdamW for everything."""
     lr: float = Field(gt=0)
@@ -148,32 +191,36 @@ class Optim(_Section):
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled, on matrices, embeddings and head; never on norms, biases and the dummy."""
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Of Muon (Nesterov)."""
+    """Momentum of Muon (Nesterov)."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Decay rates of AdamW's two averages."""
     eps: float = Field(1e-8, gt=0)
-    """Of AdamW."""
+    """Added to the root of AdamW's second average."""
     update_scale: Literal["rms", "spectral"] = "rms"
     """Size of Muon's update: rms 0.2 sqrt(max(rows, cols)), comparable with AdamW at the same learning rate;
     spectral sqrt(max(1, rows / cols))."""
-    ns_steps: int = Field(5, gt=0)
+    ns_steps: Count = Field(5, gt=0)
     """Newton-Schulz steps of Muon."""
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of Newton-Schulz."""
     embedding_rule: Literal["adamw", "muon"] = "adamw"
+    """Rule of the embedding, where `name` is muon."""
     head_rule: Literal["adamw", "muon"] = "adamw"
+    """Rule of the head, where `name` is muon."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 = no clipping."""
     clip_rule: Literal["local", "global"] = "global"
     """local: each rank clips its own gradient before the reduction (the paper); keeps a full gradient on each
     rank.
     global: the reduced gradient is clipped, before Muon."""
-    warmup: int | str = "2%"
+    warmup: Duration = "2%"
     """Duration of the linear warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """The learning rate after the warm-up: cosine to the floor; wsd: the peak, then a linear decay to the
+    floor; or constant."""
     floor: float = Field(0.1, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
-    decay: int | str = "20%"
+    decay: Duration = "20%"
     """Duration of the final linear decay of schedule wsd."""
 
     @property
@@ -187,36 +234,44 @@ class Optim(_Section):
         return tuple(value) if isinstance(value, list) else value
 
 
-class Checkpoint(_Section):
-    every: int | None = Field(500, gt=0)
+class Checkpoint(Section):
+    """When checkpoints are written, which are kept, and where a run starts from."""
+
+    every: Steps | None = Field(500, gt=0)
     """Steps between checkpoints; null: only at the end and when stopped."""
-    keep_last: int = Field(2, gt=0)
+    keep_last: Count = Field(2, gt=0)
     """Newest checkpoints kept."""
-    keep_every: int | None = Field(None, gt=0)
-    """Steps whose checkpoints are kept for good."""
+    keep_every: Steps | None = Field(None, gt=0)
+    """Checkpoints of steps that are multiples of this are kept for good."""
     resume: str | None = None
     """Where a run without checkpoints of its own starts from: a checkpoint, or the run whose latest is meant.
     A run that has one goes on from its own, so that a requeued job does not go back."""
 
 
-class Evaluate(_Section):
-    every: int | None = Field(500, gt=0)
+class Evaluate(Section):
+    """The held-out loss on the way."""
+
+    every: Steps | None = Field(500, gt=0)
     """Steps between held-out evaluations; null: only at the end."""
-    sequences: int = Field(64, gt=0)
+    sequences: Sequences = Field(64, gt=0)
     """Held-out sequences evaluated, the first ones of the split."""
     double_passes: bool = True
     """Evaluate WhiteMatter also with twice the trained passes: the gap is what the iteration still misses."""
 
 
-class Zero3(_Section):
+class Zero3(Section):
+    """How parameters are gathered at ZeRO stage 3."""
+
     gather: Literal["step", "pass", "traversal"] | None = None
     """At ZeRO stage 3, how often parameters are gathered: once a step (the whole body at once), once a pass,
     or at every traversal of a layer (least memory, hundreds of gathers; needs recompute layer or group+layer
     for a multi-pass model). Default: step for multi-pass models, traversal for vanilla."""
 
 
-class Guard(_Section):
-    max_skipped: int = Field(10, gt=0)
+class Guard(Section):
+    """What happens to steps that are not finite, and to spikes of the loss."""
+
+    max_skipped: Steps = Field(10, gt=0)
     """Steps skipped in a row (non-finite loss or gradient, or skipped spikes) after which the run fails."""
     spike_sigma: float = Field(6.0, gt=0)
     """A loss this many standard deviations above the running mean is reported as a spike."""
@@ -224,17 +279,20 @@ class Guard(_Section):
     """Also skip the update of a spike."""
 
 
-class Log(_Section):
-    every: int = Field(10, gt=0)
+class Log(Section):
+    """What is printed and recorded, and how often."""
+
+    every: Steps = Field(10, gt=0)
     """Steps between printed lines; metrics.jsonl has every step."""
-    details_every: int = Field(50, gt=0)
+    details_every: Steps = Field(50, gt=0)
     """Steps between WhiteMatter's fixed-point residuals and router statistics."""
     tensorboard: bool = True
+    """Write event files of TensorBoard into the run directory."""
     wandb: str | None = None
     """Project name at Weights & Biases; needs the package wandb."""
 
 
-class Config(_Section):
+class Config(Section):
     """One run. See the sections for the fields."""
 
     run: Run
@@ -254,7 +312,7 @@ class Config(_Section):
     compile: bool = False
     """Compile layers and pool with torch.compile: the same results to rounding. The seconds it takes are
     logged; not at ZeRO stage 3, whose gathering hooks break the compiled graphs."""
-    sequence_parallel: int = Field(1, gt=0)
+    sequence_parallel: Ranks = Field(1, gt=0)
     """N consecutive ranks work on the same sequences, each on a contiguous slice of their positions: for rows
     too long for one device. Activations, logits and the pool are cut N ways; queries and outputs travel once
     a layer, new pool entries once per group of tokens. N must divide the ranks, the heads (query and KV) and,
@@ -263,9 +321,9 @@ class Config(_Section):
     """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
     it."""
     zero3: Zero3 = Zero3()
-    steps: int | None = Field(None, gt=0)
+    steps: Steps | None = Field(None, gt=0)
     """Length of the run in optimizer steps; either this or tokens."""
-    tokens: int | str | None = None
+    tokens: Annotated[int | str, Unit("tokens")] | None = None
     """Length of the run in tokens (`2e9`, `500M tokens`), rounded up to whole steps."""
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()

@@ -1,0 +1,1 @@
+"""Ranks, devices and backends: nothing outside this room chooses a device."""

@@ -1,0 +1,1 @@
+"""One optimizer step of the whole run, on top of DeepSpeed."""

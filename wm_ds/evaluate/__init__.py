@@ -1,0 +1,1 @@
+"""Held-out perplexity by number of passes, and downstream tasks."""

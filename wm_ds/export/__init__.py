@@ -1,0 +1,1 @@
+"""A checkpoint as a Hugging Face folder that loads without this project."""

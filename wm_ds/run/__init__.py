@@ -1,0 +1,1 @@
+"""A run directory's owner: attempts, signals, the watchdog, and nodes that are unfit."""
