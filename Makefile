@@ -8,11 +8,13 @@
 #   PYTHON       the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX  an extra package index, for instance one with CPU builds of torch; without it pip decides,
 #                and PyPI's torch for Linux is the CUDA build (several GB, runs on a CPU as well)
+#   WORKERS      processes for `make test`; default: one per core, at most 8
 #   DEMO_TEXT    a text file or a folder of them to train the demo on, instead of fetching public-domain prose
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 STARTED := $(shell date +%s)
 VENV := .venv
@@ -30,8 +32,14 @@ export DEMO_STARTED := $(shell date +%s)
 demo: $(BUILT)
 	@DEMO_STARTED=$(STARTED) $(VENV)/bin/python tools/demo.py
 
+# Two runs: tests that share nothing on all cores (at most 8: each loads torch), then those that want them alone.
 test: $(BUILT)
+ifeq ($(ARGS),)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not slow and not slurm"
+	@$(VENV)/bin/python -m pytest -m "alone and not slow and not slurm"
+else
 	@$(VENV)/bin/python -m pytest $(ARGS)
+endif
 
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)

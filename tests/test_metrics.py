@@ -23,6 +23,8 @@ from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
 from wm_ds.plan.flops import Flops
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SECONDS = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0.4}

@@ -15,6 +15,8 @@ import yaml
 from tests.support import toy_corpus
 from wm_ds import train
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parent.parent
 STEPS = 6
 

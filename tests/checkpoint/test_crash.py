@@ -16,6 +16,8 @@ from tests.support.checkpoint_launch import answers, finish, logs, run, start
 from wm_ds.checkpoint.directory import leftovers, list_checkpoints
 from wm_ds.checkpoint.manager import find_latest, verify
 
+pytestmark = pytest.mark.alone
+
 STEPS = 9
 CASE = {"stage": 2, "steps": STEPS, "save_at": list(range(1, STEPS + 1)), "keep_last": 2, "timeout_s": 20}
 

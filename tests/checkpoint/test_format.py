@@ -29,6 +29,8 @@ from wm_ds.checkpoint.format import (
 )
 from wm_ds.checkpoint.manager import find_latest, read_tensor, verify
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:

@@ -12,6 +12,8 @@ from tests.support.checkpoint_worker import Toy, digest
 from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import find_latest, load_weights, read_tensor, verify
 
+pytestmark = pytest.mark.alone
+
 CASES = {
     f"stage{stage}-{precision}": {"stage": stage, "precision": precision, "tied": stage % 2 == 1}
     for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "autocast"))

@@ -17,6 +17,8 @@ from wm_ds.checkpoint.directory import list_checkpoints
 from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import find_latest, load_weights, read_tensor, verify
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 STEPS = 8
 

@@ -19,6 +19,8 @@ from tests.support.numerics import Case, assemble, offload
 from wm_ds.engine.loss import TokenLoss, document_mask
 from wm_ds.model.layout import document_positions
 
+pytestmark = pytest.mark.alone
+
 GRADIENT, WEIGHT = 1e-6, 1e-5
 
 STAGES = {

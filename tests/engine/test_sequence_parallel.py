@@ -35,6 +35,8 @@ from wm_ds.model import Schedule
 from wm_ds.model.shard import Shard
 from wm_ds.plan.memory import sequence_bytes
 
+pytestmark = pytest.mark.alone
+
 EXACT = 1e-10  # relative, in float64
 
 

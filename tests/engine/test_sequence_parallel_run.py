@@ -11,6 +11,8 @@ from tests.support import toy_corpus
 from tests.support.checkpoint_launch import train_run
 from wm_ds.train import main
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 

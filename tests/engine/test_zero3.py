@@ -13,6 +13,8 @@ from wm_ds.engine.deepspeed_config import deepspeed_config
 from wm_ds.engine.zero3 import limits, node_partition, parameter_shapes
 from wm_ds.families import model_class, model_config
 
+pytestmark = pytest.mark.alone
+
 LAYERS, GROUPS = 4, 8
 MODEL = {"num_hidden_layers": LAYERS, "num_kv_channels": 2, "num_groups": GROUPS, "no_grad_passes": 1}
 LENGTH = 19  # no multiple of 8: the last groups are shorter

@@ -148,6 +148,7 @@ def test_the_value_is_the_same_at_any_batch_size(learned, learned_report):
         assert [row["tokens"] for row in other["rows"]] == [row["tokens"] for row in learned_report["rows"]]
 
 
+@pytest.mark.alone
 def test_the_value_is_the_same_on_two_ranks(learned, learned_report, tmp_path):
     """8 rows in batches of 3 do not divide over two ranks: the rest is filler that counts nothing."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.goldens import compare, probe
 
+pytestmark = pytest.mark.alone
+
 PINNED = Path(__file__).parent / "pinned.json"
 
 

@@ -13,6 +13,8 @@ from wm_ds.plan.activations import body
 from wm_ds.plan.memory import plan
 from wm_ds.plan.storage_tracker import MIB
 
+pytestmark = pytest.mark.alone
+
 LENGTH, VOCABULARY, BUCKET = 128, 2000, 100_000
 # Stage, precision, micro-batch, layers. With micro-batches of one row a step has two, whose gradients are
 # summed in fp32.

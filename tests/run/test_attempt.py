@@ -24,6 +24,8 @@ from wm_ds.run.attempt import (
     join,
 )
 
+pytestmark = pytest.mark.alone
+
 
 def decide(attempt, code=0, job="7", **options):
     return finish(attempt, job=job, srun_code=code, **{"max_crashes": 5, "max_same_step": 3, **options})

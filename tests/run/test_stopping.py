@@ -13,6 +13,8 @@ from wm_ds.checkpoint.manager import find_latest, verify
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.run.stopping import Stopping, clear_markers, write_marker
 
+pytestmark = pytest.mark.alone
+
 CASE = {"stage": 2, "resume": None, "steps": 4000, "save_at": [], "pause_s": 0.005}
 
 

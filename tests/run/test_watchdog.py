@@ -7,7 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from wm_ds.run.attempt import EXIT_HUNG, EXIT_SUPERSEDED, claim
+
+pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 START = """

@@ -601,6 +601,7 @@ class TestRefusals:
         assert stop.value.code == 2
 
 
+@pytest.mark.alone
 class TestProcesses:
     """Real processes and real signals."""
 

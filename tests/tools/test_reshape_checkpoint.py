@@ -14,6 +14,8 @@ from tools.reshape_checkpoint import main, reshape
 from wm_ds.checkpoint.format import Entry, Manifest, State, read_manifest, write_fragments, write_json
 from wm_ds.checkpoint.manager import find_latest, read_tensor, verify
 
+pytestmark = pytest.mark.alone
+
 TOOL = Path(__file__).parents[2] / "tools" / "reshape_checkpoint.py"
 
 
