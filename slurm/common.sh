@@ -17,6 +17,23 @@ die() { # die CODE TEXT
   exit "$1"
 }
 
+# Seconds of a time limit as sbatch takes it (MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS); 0: no limit.
+wm_seconds() {
+  local days=0 rest=$1 parts
+  case $1 in
+  UNLIMITED | INFINITE | infinite | unlimited | 0) echo 0 && return ;;
+  *-*) days=${1%%-*} rest=${1#*-} ;;
+  esac
+  [[ $days =~ ^[0-9]+$ && $rest =~ ^[0-9]+(:[0-9]+){0,2}$ ]] || return 1
+  IFS=: read -ra parts <<<"$rest"
+  case $1 in
+  *-*) parts+=(0 0) ;;                           # D-HH[:MM[:SS]]
+  *:*:*) ;;                                      # HH:MM:SS
+  *) parts=(0 "${parts[0]}" "${parts[1]:-0}") ;; # MM[:SS]
+  esac
+  echo $((10#$days * 86400 + 10#${parts[0]} * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
+}
+
 # srun's options for the container, one a line; none where no image is set.
 wm_container_options() {
   [ -n "$WM_CONTAINER_IMAGE" ] || return 0

@@ -41,7 +41,10 @@ wm_site_setup() {
 : "${WM_SOCKET_INTERFACE:=}"              # for example "ib0" or "^lo,docker0" (NCCL's notation; gloo needs a plain name)
 # export NCCL_IB_HCA=mlx5                 # which InfiniBand adapters
 # export NCCL_DEBUG=INFO                  # when NCCL does not start
-# MASTER_ADDR and MASTER_PORT are found by themselves; set them only where that fails.
+# Where the ranks meet is found by itself; set it only where that fails. (MASTER_ADDR and MASTER_PORT of the shell that
+# submits are not used: they are what an earlier program left there.)
+: "${WM_MASTER_ADDR:=}"                   # a name or address of the first node that all nodes reach
+: "${WM_MASTER_PORT:=}"                   # a port that is free on it
 
 # --- When things go wrong -----------------------------------------------------------------------------------
 : "${WM_GRACE_SECONDS:=180}"     # asked to stop so long before the time limit; one step and one checkpoint must fit

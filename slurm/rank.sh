@@ -3,25 +3,10 @@
 # and notes a failure that the program itself could not (a kill, an import error).
 set -u
 
-# Tasks of this node, from SLURM_STEP_TASKS_PER_NODE (`4(x2),2`): nodes may differ.
-local_world() {
-  local part count times node=0
-  for part in ${SLURM_STEP_TASKS_PER_NODE//,/ }; do
-    count=${part%%(*}
-    times=1
-    [ "$part" = "$count" ] || { times=${part##*x} && times=${times%)}; }
-    node=$((node + times))
-    if [ "$SLURM_NODEID" -lt "$node" ]; then
-      echo "$count"
-      return
-    fi
-  done
-}
-
 # All of it in a function: bash reads a script as it goes, and this one may be replaced while it runs.
 main() {
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-  LOCAL_WORLD_SIZE=$(local_world)
+  LOCAL_WORLD_SIZE=$("$1" -m wm_ds.run.rendezvous local-tasks) || exit 1
   export LOCAL_WORLD_SIZE
 
   # The step that the rank works on, in the node's memory: it can still be read when the rank has been killed.
@@ -40,14 +25,13 @@ main() {
     # longer, so that a rank that ends by itself is noted before those that lose it.
     [ "$code" -gt 128 ] || sleep 1.5
     step=$(tr -dc 0-9 2>/dev/null <"$progress") || step=
-    record=$(printf '%s/attempts/%04d.failure' "$WM_RUN_DIR" "$WM_ATTEMPT")
     kind="exited"
     [ "$code" -le 128 ] || kind="killed by SIG$(kill -l "$code" 2>/dev/null)"
     # noclobber: only the first record of an attempt is kept
     (
       set -C
       printf '{"rank": %d, "node": "%s", "kind": "%s", "exit_code": %d, "step": %s}\n' \
-        "$RANK" "${SLURMD_NODENAME:-$(hostname)}" "$kind" "$code" "${step:-null}" >"$record"
+        "$RANK" "${SLURMD_NODENAME:-$(hostname)}" "$kind" "$code" "${step:-null}" >"$WM_ATTEMPT_PATH.failure"
     ) 2>/dev/null
     printf 'rank %d %s, exit code %d\n' "$RANK" "$kind" "$code" >&2
   fi

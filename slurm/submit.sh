@@ -22,6 +22,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
+# shellcheck source=slurm/common.sh
+. slurm/common.sh
 
 usage() { sed -n '2,/^# What depends/s/^# \{0,1\}//p' slurm/submit.sh; }
 refuse() {
@@ -85,14 +87,28 @@ fi
 [[ $WM_GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] || refuse "--gpus-per-node is '$WM_GPUS_PER_NODE', must be 1 or more"
 [ "${#evaluate[@]}" -gt 0 ] || evaluate=(perplexity "$run")
 
+# Lists and patterns: SLURM, srun and pyxis read the paths that they are given, and know no way to quote some characters.
+newline=$'\n'
+for path in "$PWD" "$run" "$data"; do
+  [[ $path != *\\* && $path != *"$newline"* ]] || refuse "the path '$path' holds a backslash or a line break, which SLURM cannot write to"
+done
+[ -z "$WM_CONTAINER_IMAGE" ] || [[ $PWD != *[:,]* ]] || refuse "a container cannot mount '$PWD': its name holds a comma or a colon"
+pattern=${run//%/%%} # in the name of a log file % begins a pattern
+if wanted train; then
+  limit=$(wm_seconds "$WM_TRAIN_TIME") || refuse "--time is '$WM_TRAIN_TIME', must be as for sbatch: MINUTES, HH:MM:SS or DAYS-HH:MM:SS"
+  [ "$limit" = 0 ] || [ "$limit" -gt "$((WM_GRACE_SECONDS + 60))" ] || refuse "--time $WM_TRAIN_TIME leaves no time to train:" \
+    "the job is asked to stop WM_GRACE_SECONDS = $WM_GRACE_SECONDS seconds before it; more than a minute must be left"
+fi
+
 # Two training jobs of one run directory never run at the same time: `singleton` goes by the job's name.
+export WM_REPO=$PWD # in the environment: --export is a list, and a comma in the path would end an item
 label=$name-$(cksum <<<"$run" | cut -c1-6)
 after='' # the job that the next one waits for
 
 submit() { # submit WORD sbatch-options-and-script…: prints the command, and submits it unless it is a dry run
   local word=$1 id
   shift
-  local command=(sbatch --parsable "--export=ALL,WM_REPO=$PWD")
+  local command=(sbatch --parsable --export=ALL)
   [ -z "$WM_ACCOUNT" ] || command+=("--account=$WM_ACCOUNT")
   [ -z "$WM_QOS" ] || command+=("--qos=$WM_QOS")
   local extra
@@ -125,26 +141,26 @@ gpu=(--cpus-per-task="$WM_CPUS_PER_GPU")
 
 [ -n "$dry" ] || mkdir -p "$run/logs"
 if wanted pack; then
-  submit pack "${cpu[@]}" --job-name="pack-$label" --array="0-$((WM_SLICES - 1))" --output="$run/logs/pack-%A_%a.log" \
+  submit pack "${cpu[@]}" --job-name="pack-$label" --array="0-$((WM_SLICES - 1))" --output="$pattern/logs/pack-%A_%a.log" \
     slurm/tokenize.sbatch "$WM_SLICES" --input "${inputs[@]}" --tokenizer "$tokenizer" --output "$data" "${pack[@]}"
   mapfile -t wait_for < <(waiting)
-  submit merge "${wait_for[@]}" "${cpu[@]}" --job-name="merge-$label" --output="$run/logs/merge-%j.log" \
+  submit merge "${wait_for[@]}" "${cpu[@]}" --job-name="merge-$label" --output="$pattern/logs/merge-%j.log" \
     slurm/tokenize.sbatch merge "$data"
 fi
 if wanted train; then
   mapfile -t wait_for < <(waiting singleton)
-  submit train "${wait_for[@]}" "${gpu[@]}" --job-name="train-$label" --output="$run/logs/train-%j.log" \
+  submit train "${wait_for[@]}" "${gpu[@]}" --job-name="train-$label" --output="$pattern/logs/train-%j.log" \
     --nodes="$WM_NODES" --ntasks-per-node="$WM_GPUS_PER_NODE" --gpus-per-node="$WM_GPUS_PER_NODE" ${WM_EXCLUSIVE:+--exclusive} \
     --time="$WM_TRAIN_TIME" --signal="B:USR1@$WM_GRACE_SECONDS" slurm/pretrain.sbatch "$config" "$run" "$@"
 fi
 if wanted export; then
   mapfile -t wait_for < <(waiting)
-  submit export "${wait_for[@]}" "${cpu[@]}" --job-name="export-$label" --output="$run/logs/export-%j.log" \
+  submit export "${wait_for[@]}" "${cpu[@]}" --job-name="export-$label" --output="$pattern/logs/export-%j.log" \
     slurm/export.sbatch "$run" --output "$run/export" "${export[@]}"
 fi
 if wanted evaluate; then
   mapfile -t wait_for < <(waiting)
-  submit evaluate "${wait_for[@]}" "${gpu[@]}" --job-name="evaluate-$label" --output="$run/logs/evaluate-%j.log" \
+  submit evaluate "${wait_for[@]}" "${gpu[@]}" --job-name="evaluate-$label" --output="$pattern/logs/evaluate-%j.log" \
     --gpus-per-node=1 --time="$WM_CPU_TIME" slurm/evaluate.sbatch "${evaluate[@]}"
 fi
 if [ -z "$dry" ]; then

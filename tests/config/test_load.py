@@ -136,3 +136,32 @@ def test_bad_overrides_are_refused(tmp_path, override):
 def test_shipped_runs_are_valid(path):
     config = configuration.load(path)
     assert (ROOT / config.deepspeed).is_file()
+
+
+@pytest.mark.parametrize(
+    "path", ["/a: b", "/a #b", "[x]", "{y}", "-", "a,b=c;d", "%j", "12", "on", "1e3", "~/x", "ü 'q'"]
+)
+@pytest.mark.parametrize("key", ["run.dir", "data.train", "data.holdout", "checkpoint.resume", "deepspeed"])
+def test_a_path_on_the_command_line_is_taken_as_it_stands(tmp_path, monkeypatch, key, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    if path[0] in "[-":  # data.train may be a list, too; what exists is a path
+        (tmp_path / path).mkdir()
+    at = configuration.load("run.yaml", [f"{key}={path}"]).model_dump()
+    for name in key.split("."):
+        at = at[name]
+    assert at == path
+
+
+def test_lists_nothing_and_quoted_text_on_the_command_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+
+    def load(*overrides):
+        return configuration.load(tmp_path / "run.yaml", list(overrides))
+
+    two = load("data.train=[{path: a}, {path: b, weight: 2.0}]").data.sources()
+    assert [(source.path, source.weight) for source in two] == [("a", 1.0), ("b", 2.0)]
+    assert load("data.holdout=null").data.holdout is None
+    assert load("run.dir='a: b'").run.dir == "a: b"
+    assert load("optim.warmup=50").optim.warmup == 50
+    assert load("optim.warmup=3%").optim.warmup == "3%"

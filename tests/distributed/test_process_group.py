@@ -17,7 +17,7 @@ import torch
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import SetupError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from wm_ds.run.attempt import (
     EXIT_CHECK_FAILED,
+    EXIT_NO_PROGRESS,
     EXIT_STOP_FILE,
     EXIT_SUPERSEDED,
     Attempt,
@@ -123,6 +124,30 @@ def test_a_run_on_this_machine_is_looked_up_by_its_process(tmp_path, dead):
     assert waited < 10 if dead else waited >= 0.9
 
 
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_run_on_this_machine_that_dies_while_it_is_waited_for(tmp_path, reaped):
+    """torchrun was killed: its ranks live on, find a newer attempt and end; no parent reaps them."""
+    program = (
+        "from wm_ds.run.attempt import join; import sys, time; a = join(sys.argv[1], solo=True); a.touch()\n"
+        "while not a.superseded(): time.sleep(0.05)\n"
+    )
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=root)
+    deadline = time.monotonic() + 30
+    while not Attempt(tmp_path, 1).path("alive").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    reaper = threading.Thread(target=child.wait) if reaped else None
+    if reaper:
+        reaper.start()
+    start = time.monotonic()
+    claim(tmp_path, lease_s=60, say=lambda text: None)
+    assert time.monotonic() - start < 30
+    child.wait()
+    if reaper:
+        reaper.join()
+
+
 def test_a_newer_claim_ends_the_waiting(tmp_path):
     claim(tmp_path).touch()
     threading.Timer(0.5, lambda: claim(tmp_path, lease_s=0)).start()
@@ -187,6 +212,34 @@ def test_a_check_that_failed_is_no_stop_whatever_srun_says(tmp_path, first, verd
     assert decide(attempt, code=143, not_started=True, max_crashes=0)[:2] == verdict
 
 
+def test_starts_that_are_asked_to_stop_before_a_step_are_not_repeated_without_end(tmp_path):
+    def start(marker=None, **options):
+        attempt = claim(tmp_path, lease_s=0)
+        if marker:
+            (tmp_path / "stopped").write_text(json.dumps(marker))
+        return decide(attempt, **options)
+
+    idle = {"step": 5, "began": 5, "reason": "SIGUSR1"}
+    busy = {"step": 6, "began": 5, "reason": "SIGUSR1"}
+    assert start(not_started=True, asked_to_stop=True).action == "requeue"
+    assert start(idle).action == "requeue"
+    assert start(busy).action == "requeue", "a step: the count begins again"
+    assert start(idle).action == "requeue"
+    assert start(not_started=True, asked_to_stop=True).action == "requeue"
+    action, code, reason = start(idle)
+    assert (action, code) == ("exit", EXIT_NO_PROGRESS)
+    assert "the last 3 starts" in reason
+    assert "WM_GRACE_SECONDS" in reason
+
+
+def test_preemption_before_a_step_is_always_repeated(tmp_path):
+    for marker in (None, None, {"step": 5, "began": 5, "reason": "SIGTERM"}, None):
+        attempt = claim(tmp_path, lease_s=0)
+        if marker:
+            (tmp_path / "stopped").write_text(json.dumps(marker))
+        assert decide(attempt, code=0 if marker else 143, not_started=marker is None)[:2] == ("requeue", 0)
+
+
 def test_exit_zero_without_a_marker_is_a_crash(tmp_path):
     assert decide(claim(tmp_path), max_crashes=0)[:2] == ("exit", 1)
 
@@ -244,7 +297,7 @@ def test_command_line(tmp_path):
             cwd=Path(__file__).parents[2],
         )
 
-    assert call("claim", str(tmp_path), "--job", "5").stdout == "1\n"
+    assert call("claim", str(tmp_path), "--job", "5").stdout == f"1\n{tmp_path}/attempts/0001\n"
     crash = call("finish", str(tmp_path), "1", "--job", "5", "--srun-code", "3", "--max-crashes", "0")
     assert crash.stdout == "exit 3\n"
     assert "the cap is 0 retries" in crash.stderr

@@ -60,7 +60,7 @@ def test_address_of_the_first_node(nodes, given, address):
 
 @pytest.mark.usefixtures("scontrol")
 def test_what_cannot_be_resolved_is_said():
-    with pytest.raises(RendezvousError, match="'a-b-1', does not resolve here; set MASTER_ADDR"):
+    with pytest.raises(RendezvousError, match="'a-b-1', does not resolve here; set WM_MASTER_ADDR"):
         rendezvous.address("a-b-1")
     with pytest.raises(RendezvousError, match="Invalid node"):
         rendezvous.host_names("nonsense[")
@@ -92,6 +92,25 @@ def test_a_port_in_use_is_passed_over():
 def test_a_port_that_is_none():
     with pytest.raises(RendezvousError, match="'abc', must be 1 to 65535"):
         master_port({"MASTER_PORT": "abc"})
+
+
+def test_a_step_asks_for_the_tasks_of_its_node():
+    def ask(node, tasks="4(x2),2"):
+        env = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
+        command = [sys.executable, "-m", "wm_ds.run.rendezvous", "local-tasks"]
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+
+    assert [ask(node).stdout for node in (0, 1, 2)] == ["4\n", "4\n", "2\n"]
+    wrong = ask(3)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: node 3 of the step has no tasks")
+
+
+def test_what_the_site_sets_wins():
+    job = {"SLURM_JOB_ID": "4712"}
+    assert master_port(job | {"WM_MASTER_PORT": "23456", "MASTER_PORT": "23457"}) == 23456
+    with pytest.raises(RendezvousError, match="WM_MASTER_PORT is 'x', must be 1 to 65535"):
+        master_port(job | {"WM_MASTER_PORT": "x"})
 
 
 def test_ranks_on_uneven_nodes():

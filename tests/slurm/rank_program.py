@@ -1,8 +1,8 @@
 """A rank that keeps the trainer's promises to SLURM and trains nothing: starts in a tenth of a second.
 
 Same command line, markers, exit codes, signals, attempts and watchdog as `wm_ds.train`; the process group is
-a few sockets, the model is one number. Settings come as key=value: steps, step_s, save_every, and a fault
-(`raise`, `exit3`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at
+a few sockets, the model is one number. Settings come as key=value: steps, start_s, step_s, save_every, and
+a fault (`raise`, `exit3`, `kill`, `hang`, `freeze`, `refuse`) of `fault_rank` at
 `fault_step`, in attempts up to `fault_attempts`.
 """
 
@@ -124,7 +124,10 @@ def main() -> None:
     if metrics.exists():
         highest = max(json.loads(line)["step"] for line in metrics.read_text().splitlines())
     print(f"rank {rank} of {world} on {socket.gethostname()} from step {step}", flush=True)
-    reason = None
+    time.sleep(float(options.get("start_s", 0)))
+    # As the trainer does: who is asked to stop while it starts does not begin.
+    reason = "SIGUSR1" if group.total([float(signal.SIGUSR1 in told)])[0] else None
+    began = step
     while step < steps and reason is None:
         step += 1
         watchdog.beat(step)
@@ -151,7 +154,7 @@ def main() -> None:
     if rank == 0:
         marker = "stopped" if reason and step < steps else "done"
         attempt.check()
-        (run_dir / marker).write_text(json.dumps({"step": step, "reason": reason}))
+        (run_dir / marker).write_text(json.dumps({"step": step, "reason": reason, "began": began}))
     group.total([0.0])
     watchdog.stop()
 

@@ -63,11 +63,18 @@ def test_the_check_names_the_node_that_does_not_answer(cluster):
 
 
 def test_an_unreachable_master_is_named(cluster):
-    cluster.env.update(WM_CHECK_SECONDS="8", MASTER_ADDR="192.0.2.1", MASTER_PORT="12345")
+    cluster.env.update(WM_CHECK_SECONDS="8", WM_MASTER_ADDR="192.0.2.1", WM_MASTER_PORT="12345")
     job = cluster.train("steps=3", check_nodes=True)
     ended = cluster.wait_end(job, 90)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "72:0")
     assert "192.0.2.1:12345" in cluster.log()
+
+
+def test_a_meeting_point_left_in_the_shell_that_submits_is_not_used(cluster):
+    cluster.env.update(MASTER_ADDR="192.0.2.1", MASTER_PORT="12345", RANK="7", WORLD_SIZE="9", LOCAL_RANK="7")
+    job = cluster.train("steps=3")
+    assert cluster.wait_end(job, 90)["JobState"] == "COMPLETED"
+    assert "192.0.2.1" not in cluster.log()
 
 
 def test_a_port_in_use_is_passed_over(cluster):

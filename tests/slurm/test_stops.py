@@ -67,6 +67,30 @@ def test_usr1_sent_while_the_ranks_are_starting_is_not_lost(cluster, moment):
     assert cluster.attempts()[0]["result"] == "stopped"
 
 
+def test_a_time_limit_shorter_than_the_grace_ends_after_three_starts_and_says_why(cluster):
+    """SLURM asks to stop when it next looks, every half minute; the ranks take longer to be ready."""
+    job = cluster.train("steps=500", "start_s=32", options=("--time=1", "--signal=B:USR1@180"))
+    ended = cluster.wait_end(job, 150)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "74:0", "2")
+    assert [end["no_progress"] for end in cluster.attempts()] == [True] * 3
+    assert "the last 3 starts were asked to stop before they had taken a step" in cluster.log()
+    assert "SLURM does not requeue" not in cluster.log()
+
+
+def test_a_run_directory_whose_name_looks_like_a_pattern_or_a_list(cluster):
+    cluster.run_dir = cluster.folder / "a %j b,c=d;e:f [x] {y} #z"
+    (cluster.run_dir / "logs").mkdir(parents=True)
+    main_log = (
+        f"--output={str(cluster.run_dir).replace('%', '%%')}/logs/train-%j.log"  # as submit.sh gives it
+    )
+    job = cluster.train("steps=5", "step_s=0.05", options=(main_log,))
+    assert cluster.wait_end(job)["JobState"] == "COMPLETED"
+    assert cluster.losses() == pytest.approx(expected_losses(5), rel=1e-12)
+    logs = {path.name for path in (cluster.run_dir / "logs").iterdir()}
+    assert logs == {f"train-{job}.log", "rank0.log", *(f"{job}.0001.rank{rank:03d}.log" for rank in range(4))}
+    assert "rank 0 of 4" in (cluster.run_dir / "logs" / "rank0.log").read_text()
+
+
 @pytest.mark.parametrize("receiver", ["the step", "one rank"])
 def test_usr1_that_does_not_reach_the_batch_script(cluster, receiver):
     job = cluster.train("steps=40", "step_s=0.2", "save_every=1000")

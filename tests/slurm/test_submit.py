@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -97,6 +98,14 @@ def test_the_environment_wins_over_the_file():
         (["--input", "x", CONFIG], "the stage pack needs --tokenizer"),
         ([CONFIG, "--nodes", "2"], "'--nodes' is no key=value; options come before CONFIG"),
         ([CONFIG, "run.dir=x"], "give the run directory by --run"),
+        (
+            ["--time", "1", CONFIG],
+            "--time 1 leaves no time to train: the job is asked to stop WM_GRACE_SECONDS",
+        ),
+        (["--time", "0:04:00", CONFIG], "--time 0:04:00 leaves no time to train"),
+        (["--time", "soon", CONFIG], "--time is 'soon', must be as for sbatch"),
+        (["--run", "a\\j", CONFIG], "holds a backslash or a line break"),
+        (["--run", "a\nb", CONFIG], "holds a backslash or a line break"),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -104,8 +113,52 @@ def test_what_is_refused(arguments, message):
     assert done.returncode == 2
     assert re.match("error: ", done.stderr)
     assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert len(done.stderr.strip().splitlines()) == 1 + sum(word.count("\n") for word in arguments)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-0", 172800), ("1-02:03", 93780), ("1-0:0:9", 86409),
+     ("08:09", 489), ("UNLIMITED", 0), ("0", 0), ("", None), ("1:2:3:4", None), ("a-1", None), ("-5", None)],
+)  # fmt: skip
+def test_time_limits_are_read_as_sbatch_reads_them(limit, seconds):
+    script = '. slurm/common.sh; wm_seconds "$1"'
+    done = subprocess.run(["bash", "-c", script, "_", limit], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode == 0) == (seconds is not None)
+    assert done.stdout.strip() == ("" if seconds is None else str(seconds))
+
+
+HARD = "a %j b,c=d;e:f [x] {y} #z $HOME 'q' ü"
+
+
+def test_paths_are_neither_patterns_nor_lists(tmp_path):
+    run = tmp_path / HARD
+    shown = submit(
+        "--dry-run", "--input=x", "--tokenizer=t", f"--data={tmp_path}/{HARD}", f"--run={run}", CONFIG
+    )
+    commands = [shlex.split(line.replace("<", "'<").replace(">", ">'")) for line in shown.stdout.splitlines()]
+    logs = [option(command, "--output") for command in commands]
+    assert len(logs) == 5
+    assert all(log.startswith(str(run).replace("%", "%%") + "/logs/") for log in logs)
+    for command in commands:
+        assert option(command, "--export") == "ALL"
+    assert str(run) in commands[2]
+    assert f"data.train={tmp_path}/{HARD}" in commands[2]
+
+
+def test_a_container_cannot_mount_every_path(tmp_path):
+    clone = tmp_path / "a,b"
+    shutil.copytree(ROOT / "slurm", clone / "slurm")
+    (clone / "x.yaml").touch()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WM_", "SLURM_"))}
+    command = [clone / "slurm" / "submit.sh", "--dry-run", "--stages=train", "x.yaml"]
+    for image, code in (("", 0), ("image.sqsh", 2)):
+        done = subprocess.run(
+            command, env=clean | {"WM_CONTAINER_IMAGE": image}, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+    assert done.stderr == f"error: a container cannot mount '{clone}': its name holds a comma or a colon\n"
 
 
 def test_help():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -89,17 +90,45 @@ def _override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r} is not an override; write section.field=value")
+    *path, last = key.split(".")
     try:
-        parsed = yaml.load(value, _Loader) if value else None
+        parsed = _override_value([*path, last], value)
     except yaml.YAMLError:
         raise ConfigError(f"{override!r}: the value is not valid YAML") from None
-    *path, last = key.split(".")
     at = raw
     for i, part in enumerate(path):
         at = at.setdefault(part, {})
         if not isinstance(at, dict):
             raise ConfigError(f"{override!r}: {'.'.join(path[: i + 1])} is a value, not a section")
     at[last] = parsed
+
+
+def _override_value(path: list[str], value: str) -> Any:
+    """YAML, except where the key holds text: a path may look like YAML (`a: b`, `[x]`) and is none."""
+    if not value:
+        return None
+    kinds = _kinds(path)
+    quoted, empty, several = value[0] in "'\"", value in ("null", "~"), value[0] in "[-"
+    if str not in kinds or quoted or (empty and type(None) in kinds):
+        return yaml.load(value, _Loader)
+    if any(get_origin(kind) is list for kind in kinds) and several and not Path(value).exists():
+        return yaml.load(value, _Loader)
+    return yaml.load(value, _Loader) if int in kinds else value
+
+
+def _kinds(path: list[str]) -> tuple[Any, ...]:
+    """The types that the key at `path` may have; none where there is no such key."""
+    at: Any = Config
+    for name in path[:-1]:
+        fields = getattr(at, "model_fields", {})
+        kinds = [fields[name].annotation] if name in fields else []
+        kinds += [k for kind in kinds for k in get_args(kind)]
+        at = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+    fields = getattr(at, "model_fields", {})
+    if path[-1] not in fields:
+        return ()
+    annotation = fields[path[-1]].annotation
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _explain(error: Any) -> str:

@@ -16,7 +16,7 @@ that lost its connection to SLURM goes on training while the job is started agai
 waits until the attempt before has ended by itself or has been silent for `lease_s`.
 
 Only the standard library is used: SLURM's batch script calls this file before any rank exists
-(`python -m wm_ds.attempt claim|finish …`).
+(`python -m wm_ds.run.attempt claim|finish …`).
 """
 
 import argparse
@@ -38,6 +38,7 @@ EXIT_SUPERSEDED = 70
 EXIT_HUNG = 71
 EXIT_CHECK_FAILED = 72
 EXIT_STOP_FILE = 73
+EXIT_NO_PROGRESS = 74
 _ASKED_TO_STOP = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 DEFAULT_LEASE_S = 90.0  # network file systems show a changed time stamp up to 60 s late
@@ -167,7 +168,7 @@ def _outwait(old: Attempt, mine: Attempt, lease_s: float, say: Callable[[str], N
             seen = stamp
         if seen is None:  # it never had a rank
             return
-        if time.monotonic() - since >= lease_s:
+        if time.monotonic() - since >= lease_s or _process_is_gone(who):
             return
         if not told:
             told = True
@@ -189,11 +190,14 @@ def _process_is_gone(who: dict) -> bool:
         return False
     try:
         os.kill(int(who["pid"]), 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{who['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
         return True
-    except (PermissionError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError, IndexError):
         return False
-    return False
+    return (
+        state in "ZX"
+    )  # dead, though nobody has asked for its exit code: torchrun's ranks when it was killed
 
 
 def boot_id() -> str:
@@ -241,11 +245,13 @@ def finish(
     restarts: int = 0,
     not_started: bool = False,
     check_failed: bool = False,
+    asked_to_stop: bool = False,
 ) -> Verdict:
     """Tell how the attempt ended from what it left in the run directory, note it, and decide what follows.
 
     `max_crashes` crashes of one job are retried, and fewer when the last `max_same_step` of them came at the
-    same step: then it is the data or the program and no repetition helps.
+    same step: then it is the data or the program and no repetition helps. Nor are starts repeated without end
+    that were asked to stop (`asked_to_stop`: at the time limit) before they had taken a step.
     """
     run_dir = attempt.run_dir
     if attempt.superseded():
@@ -256,19 +262,29 @@ def finish(
         return Verdict("exit", 0, f"the run is complete at step {done.get('step')}")
     if stopped is not None and srun_code == 0:
         reason, step = stopped.get("reason"), stopped.get("step")
-        attempt.record_end(result="stopped", job=job, step=step, reason=reason, clean=True)
+        idle = step is not None and step == stopped.get("began")
+        asked = asked_to_stop or reason in ("SIGUSR1", "time limit")
+        attempt.record_end(
+            result="stopped", job=job, step=step, reason=reason, clean=True, no_progress=idle and asked
+        )
         if (run_dir / "STOP").exists():
             return Verdict(
                 "exit", EXIT_STOP_FILE, f"stopped at step {step}: remove {run_dir / 'STOP'} to go on"
             )
-        return Verdict("requeue", 0, f"stopped at step {step} ({reason})")
+        return _go_on(run_dir, job, max_same_step, f"stopped at step {step} ({reason})")
     failure = attempt.failure() or {}
     if not_started and failure.get("exit_code") not in (None, *_ASKED_TO_STOP):
         # srun's code is the highest: that of the ranks it ended, not of the one whose check had failed.
         not_started, check_failed = False, True
     if not_started:
-        attempt.record_end(result="stopped", job=job, reason="before the ranks started", clean=True)
-        return Verdict("requeue", 0, "stopped before the ranks started")
+        attempt.record_end(
+            result="stopped",
+            job=job,
+            reason="before the ranks started",
+            clean=True,
+            no_progress=asked_to_stop,
+        )
+        return _go_on(run_dir, job, max_same_step, "stopped before the ranks started")
     code = EXIT_CHECK_FAILED if check_failed else int(failure.get("exit_code") or srun_code or 1)
     step = failure.get("step")
     attempt.record_end(result="crash", job=job, step=step, exit_code=code, clean=False)
@@ -281,9 +297,26 @@ def finish(
     return Verdict("requeue", code, f"{where}; up to {max_crashes} are retried")
 
 
-def _crashes(run_dir: Path, job: str) -> list[dict]:
+def _go_on(run_dir: Path, job: str, most: int, how: str) -> Verdict:
+    """Requeue after a stop, unless the last `most` starts of the job had no time for a single step."""
+    last = _ends(run_dir, job)[-most:]
+    if len(last) == most and all(end.get("no_progress") for end in last):
+        return Verdict(
+            "exit",
+            EXIT_NO_PROGRESS,
+            f"{how}; not retried, the last {most} starts were asked to stop before they had taken a step: "
+            "give more time (--time), or lower WM_GRACE_SECONDS, which is how long before the limit that is",
+        )
+    return Verdict("requeue", 0, how)
+
+
+def _ends(run_dir: Path, job: str) -> list[dict]:
     ends = (_read(attempt.path("end")) for attempt in attempts(run_dir))
-    return [end for end in ends if end and end.get("result") == "crash" and end.get("job") == job]
+    return [end for end in ends if end and end.get("job") == job]
+
+
+def _crashes(run_dir: Path, job: str) -> list[dict]:
+    return [end for end in _ends(run_dir, job) if end.get("result") == "crash"]
 
 
 def _retry_is_useless(
@@ -335,10 +368,11 @@ def _tail(text: str, lines: int) -> list[str]:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m wm_ds.attempt", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m wm_ds.run.attempt", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser(
-        "claim", help="print the number of a new attempt, once the one before is over"
+        "claim",
+        help="once the attempt before is over, print a new one's number, and its files' path without suffix",
     )
     end = commands.add_parser("finish", help="print `requeue` or `exit CODE`, and the reasons on stderr")
     for sub in (start, end):
@@ -352,6 +386,7 @@ def _main() -> int:
     end.add_argument(
         "--not-started", action="store_true", help="the ranks were not started, a stop was asked for"
     )
+    end.add_argument("--asked-to-stop", action="store_true", help="the batch script was sent SIGUSR1")
     end.add_argument("--check-failed", action="store_true", help="the check of the nodes ended with an error")
     options = parser.parse_args()
     try:
@@ -361,6 +396,7 @@ def _main() -> int:
                 options.run_dir, lease_s=options.lease, job=options.job, restarts=restarts, nodes=nodes
             )
             print(mine.number)
+            print(mine.path("json").with_suffix(""))  # of which the batch script makes the names of its files
             return 0
         attempt = Attempt(options.run_dir, options.number)
         verdict = finish(
@@ -372,8 +408,9 @@ def _main() -> int:
             restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             not_started=options.not_started,
             check_failed=options.check_failed,
+            asked_to_stop=options.asked_to_stop,
         )
-        if verdict.code not in (0, EXIT_SUPERSEDED, EXIT_STOP_FILE):
+        if verdict.code not in (0, EXIT_SUPERSEDED, EXIT_STOP_FILE, EXIT_NO_PROGRESS):
             for line in failure_report(attempt, options.run_dir / "logs"):
                 print(line, file=sys.stderr)
         print(verdict.reason, file=sys.stderr)
