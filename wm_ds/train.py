@@ -7,6 +7,7 @@ Exit codes: 0 finished or stopped gracefully, 1 failed, 2 the configuration or t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
 from wm_ds.run import directory
 from wm_ds.run.attempt import Attempt, SupersededError, join
-from wm_ds.run.stopping import Stopping, clear_markers, write_marker
+from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
 
 REFUSED = (ConfigError, SetupError, ShardError)
@@ -54,6 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     started = time.monotonic()
+    # Before anything that takes time: who is told to stop while the run starts must not die of it, nor train.
+    signals = Signals(speaks=os.environ.get("RANK", "0") == "0")
+    if not options.dry_run:
+        signals.install()
+    try:
+        return run(options, started, signals)
+    finally:
+        signals.restore()
+
+
+def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
+    """What the command line asks for; the exit code."""
     try:
         config = configuration.load(options.config, options.overrides)
         json = validate.load_deepspeed(config.deepspeed)
@@ -72,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        train(config, json, world, started)
+        train(config, json, world, started, signals)
     except REFUSED as error:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -85,8 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, json: dict[str, Any], world: World, started: float) -> None:
-    """The run, from its last checkpoint or the beginning, to its end or to a reason to stop."""
+def train(config: Config, json: dict[str, Any], world: World, started: float, signals: Signals) -> None:
+    """The run, from its last checkpoint or the beginning, to its end or to a reason to stop.
+
+    `started`: when the process began (time.monotonic), `signals`: those noted since then.
+    """
     if config.run.deterministic:
         process_group.make_deterministic()
     batches, holdout = open_data(config)
@@ -94,9 +110,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
     limit = config.run.time_limit_minutes
     stopping = Stopping(
-        config.run.dir, Agreement(), time_limit_s=None if limit is None else limit * 60, started=started
+        config.run.dir,
+        Agreement(),
+        time_limit_s=None if limit is None else limit * 60,
+        started=started,
+        signals=signals,
     )
-    stopping.install()
 
     total = config.total_steps(batches.seq_len)
     hf_config = model_config(
@@ -133,7 +152,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
     if world.is_main:
         clear_markers(config.run.dir)
 
-    reason = None
+    began, reason = engine.steps, stopping.before_the_first_step()
     with batches.iterate(engine.steps, *engine.data_rank, config.batch.micro_batch) as stream:
         metrics.start()
         while engine.steps < total and reason is None:
@@ -153,7 +172,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float) ->
                 last = engine.steps == total or reason is not None
                 checkpoints.save(engine.steps, {"engine": engine.state_dict()}, wait=last)
                 metrics.pause()
-    finish(config, engine, total, reason, attempt, metrics, world)
+    how = (
+        {"step": engine.steps}
+        if engine.steps >= total
+        else {"step": engine.steps, "reason": reason, "began": began}
+    )
+    finish(config, engine, total, how, attempt, metrics, world)
     watchdog.stop()
     engine.ds.destroy()
 
@@ -230,26 +254,25 @@ def finish(
     config: Config,
     engine: Engine,
     total: int,
-    reason: str | None,
+    how: dict[str, Any],
     attempt: Attempt,
     metrics: Metrics,
     world: World,
 ) -> None:
-    """Publish how the run ended; the checkpoint is written by now."""
+    """Publish how the run ended (`how`: the marker's content); the checkpoint is written by now."""
     done = engine.steps >= total
     metrics.say(
         f"done: {engine.steps} steps, {engine.tokens:,} tokens"
         if done
-        else f"stopped after step {engine.steps} of {total} ({reason}); start again to resume"
+        else f"stopped after step {engine.steps} of {total} ({how['reason']}); start again to resume"
     )
     if engine.skipped:
         metrics.say(f"{engine.skipped} steps were skipped, see metrics.jsonl")
     metrics.close()
     process_group.barrier()
     if world.is_main:
-        what = {"step": engine.steps} if done else {"step": engine.steps, "reason": reason}
-        write_marker(config.run.dir, "done" if done else "stopped", what)
-        attempt.record_end(result="done" if done else "stopped", **what, clean=True)
+        write_marker(config.run.dir, "done" if done else "stopped", how)
+        attempt.record_end(result="done" if done else "stopped", **how, clean=True)
 
 
 if __name__ == "__main__":

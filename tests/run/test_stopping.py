@@ -1,8 +1,11 @@
 """Reasons to stop: noticed on one rank, agreed by all at one step, and what is written then."""
 
+import contextlib
 import json
 import os
+import pty
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from tests.support.checkpoint_launch import answers, finish, logs, start
 from wm_ds.checkpoint.manager import find_latest, verify
 from wm_ds.distributed.host_group import Agreement
-from wm_ds.run.stopping import Stopping, clear_markers, write_marker
+from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 
 pytestmark = pytest.mark.alone
 
@@ -42,8 +45,11 @@ def check_same_step(tmp_path: Path, both: list[dict], reason: str) -> None:
     assert verify(latest) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGUSR1), (1, signal.SIGUSR1), (0, signal.SIGINT),
+     (1, signal.SIGHUP)],
+)  # fmt: skip
 def test_signal_to_any_one_rank(tmp_path, rank, number):
     both = stop_after(tmp_path, {}, lambda ranks: os.kill(ranks[rank].pid, number))
     check_same_step(tmp_path, both, number.name)
@@ -104,6 +110,102 @@ def test_signal_is_noted_and_not_obeyed(tmp_path):
         assert stopping.check() == "SIGUSR1"  # until somebody acts
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+AT_A_TERMINAL = """
+import sys, time
+from wm_ds.distributed.host_group import Agreement
+from wm_ds.run.stopping import Signals, Stopping
+signals = Signals().install()
+stopping = Stopping(sys.argv[1], Agreement(), signals=signals)
+print("ready", flush=True)
+reason = None
+while not (reason and sys.argv[2] == "stops"):
+    time.sleep(0.05)
+    print("a step", flush=True)
+    reason = stopping.check()
+open(sys.argv[1] + "/saved", "w").write(reason)
+"""
+
+
+def at_a_terminal(folder: Path, how: str) -> tuple[int, int]:
+    """A process at a terminal of its own, once it is ready: its id and the terminal's other end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(folder), how])
+    read_until(terminal, b"ready")
+    return pid, terminal
+
+
+def read_until(terminal: int, text: bytes) -> None:
+    seen = b""
+    while text not in seen:
+        seen += os.read(terminal, 4096)
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def read_to_the_end(terminal: int) -> str:
+    seen = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 4096):
+            seen += part
+    return seen.decode()
+
+
+def test_a_terminal_that_hangs_up_stops_the_run_gracefully(tmp_path):
+    pid, terminal = at_a_terminal(tmp_path, "stops")
+    os.close(terminal)
+    assert exit_code(pid) == 0
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_ctrl_c_saves_and_says_so(tmp_path):
+    pid, terminal = at_a_terminal(tmp_path, "stops")
+    os.write(terminal, b"\x03\x03")  # as from torchrun, which hands it on to ranks that have had it
+    text = read_to_the_end(terminal)
+    assert exit_code(pid) == 0
+    assert (tmp_path / "saved").read_text() == "SIGINT"
+    assert text.count("Ctrl-C: the run saves and stops after this step; once more ends it at once") == 1
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    pid, terminal = at_a_terminal(tmp_path, "goes on")
+    os.write(terminal, b"\x03")
+    read_until(terminal, b"once more ends it at once")
+    time.sleep(1.1)
+    os.write(terminal, b"\x03")
+    text = read_to_the_end(terminal)
+    assert exit_code(pid) == 130
+    assert not (tmp_path / "saved").exists()
+    assert "ended at once; the run goes on from its last checkpoint" in text
+    assert "Traceback" not in text
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signals = Signals().install()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signals.restore()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_who_is_asked_to_stop_while_starting_takes_no_step(tmp_path):
+    signals = Signals(speaks=False).install()
+    try:
+        (tmp_path / "STOP").touch()
+        stopping = Stopping(tmp_path, Agreement(), time_limit_s=1e-9, signals=signals)
+        assert stopping.before_the_first_step() is None, "a limit leaves every start its first step"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stopping.before_the_first_step() == "SIGUSR1"
+    finally:
+        signals.restore()
 
 
 def test_failed_save_outranks_a_signal(tmp_path):

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from rank_program import expected_losses
+
+from tests.slurm.rank_program import expected_losses
 
 pytestmark = pytest.mark.slurm
 

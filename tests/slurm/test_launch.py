@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rank_program import expected_losses
 
+from tests.slurm.rank_program import expected_losses
 from wm_ds.run.rendezvous import ports
 
 pytestmark = pytest.mark.slurm

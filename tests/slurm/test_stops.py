@@ -5,7 +5,8 @@ import signal
 import time
 
 import pytest
-from rank_program import expected_losses
+
+from tests.slurm.rank_program import expected_losses
 
 pytestmark = pytest.mark.slurm
 
