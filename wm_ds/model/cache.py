@@ -46,7 +46,7 @@ def cached_tokens(cache: Cache | None, channels: int) -> int:
     if length and filled != [length] * channels:
         raise ValueError(
             f"the cache holds {len(filled)} channels, this model has {channels}: it was filled by another "
-            "model"
+            f"model, or made for one KV per layer (prefix tuning: num_layers={channels} in its configuration)"
         )
     return length
 

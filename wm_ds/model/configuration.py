@@ -261,6 +261,7 @@ class LCKVConfig(WhiteMatterConfig):
 # reads; it copies the files named here along with it, and tells two exports in folders of one name apart by
 # their content. Old versions follow the names no further than this, so every file of the package is here.
 _FILES = """
+from .arguments import *
 from .attention import *
 from .blocks import *
 from .cache import *

@@ -30,6 +30,7 @@ def run_until_converged(
     schedule: Converged,
     *,
     past: tuple[Tensor, Tensor] | None = None,
+    keep_states: bool = False,
 ) -> PassResult:
     """Passes until each row's largest relative change of a pool entry is within the tolerance.
 
@@ -44,7 +45,8 @@ def run_until_converged(
         first = dummy[:, None, :, None].expand(-1, rows, -1, -1, -1)
         parts = [first, new] if old is None else [first, old, new]
         buffers.append(torch.cat([part.to(compute_dtype(x_BWD)) for part in parts], dim=3))
-    hidden_BWD = torch.zeros_like(x_BWD)
+    size = x_BWD.shape[-1]
+    hidden_BWD = torch.cat([torch.zeros_like(x_BWD)] * (len(layers) + 1 if keep_states else 1), dim=-1)
     final = [buffer[:, :, :, 1 + cached :].clone() for buffer in buffers]
     at = torch.arange(rows, device=x_BWD.device)  # the rows that still move
     sweep = [range(group, width, schedule.groups) for group in range(min(schedule.groups, width))]
@@ -61,7 +63,8 @@ def run_until_converged(
                 states.append(h_BnD)
                 channel = index % len(keys)
                 h_BnD = layer(h_BnD, seen, cos, sin, keys[channel], values[channel])
-            hidden_BWD[at, columns] = h_BnD.to(hidden_BWD.dtype)
+            kept_BnD = torch.cat([*states, h_BnD], dim=-1) if keep_states else h_BnD
+            hidden_BWD[at, columns] = kept_BnD.to(hidden_BWD.dtype)
             written = slice(1 + cached + positions.start, 1 + cached + positions.stop, positions.step)
             for buffer, new in zip(buffers, pool(states, cos, sin)):
                 old, new = buffer[:, :, :, written], new.to(buffer.dtype)
@@ -80,7 +83,8 @@ def run_until_converged(
             buffers = [buffer[:, moving] for buffer in buffers]
             rotary = tuple(table if table.shape[0] == 1 else table[moving] for table in rotary)
             visibility = visibility.rows(moving)
-    return PassResult(hidden_BWD, final[0], final[1])
+    *states, hidden_BWD = hidden_BWD.split(size, dim=-1)
+    return PassResult(hidden_BWD, final[0], final[1], states=tuple(states))
 
 
 def _relative_change(old: Tensor, new: Tensor) -> Tensor:

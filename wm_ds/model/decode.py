@@ -26,8 +26,10 @@ def decode(
     rotary: tuple[Tensor, Tensor],
     past_BP: Tensor | None,
     cache: DynamicCache,
-) -> Tensor:
-    """The last layer's output [B, 1, D]; the token's entries are added to the cache.
+) -> tuple[Tensor, list[Tensor]]:
+    """The last layer's output and the states that entered each layer, [B, 1, D] all.
+
+    The token's entries are added to the cache.
 
     Args:
         layers, pool, dummy_key, dummy_value: the model's parts; dummies are [k, G, d].
@@ -59,7 +61,7 @@ def decode(
     except BaseException:
         cache.crop(-1)
         raise
-    return h_B1D
+    return h_B1D, states
 
 
 def _mask(past_BP: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -24,12 +24,14 @@ def run_feedforward(
     visibility: Visibility,
     *,
     past: tuple[Tensor, Tensor] | None,
+    keep_states: bool,
     recompute: str,
 ) -> PassResult:
     """One pass over all positions, layer by layer.
 
     Args:
         past: keys and values of cached tokens, each [L, B, G, P, d].
+        keep_states: return the states that enter each layer, too.
         recompute: with anything but "none", backward recomputes each layer and its channel.
     """
     cos, sin = rotary
@@ -48,8 +50,10 @@ def run_feedforward(
             value,
         )
 
-    h_BWD, units, new_keys, new_values = x_BWD, [], [], []
+    h_BWD, units, new_keys, new_values, states = x_BWD, [], [], [], []
     for index in range(len(layers)):
+        if keep_states:
+            states.append(h_BWD)
         units.append(unit(h_BWD, pool.eps))
         if recompute != "none" and torch.is_grad_enabled():
             h_BWD, key, value = checkpoint(
@@ -57,9 +61,9 @@ def run_feedforward(
             )
         else:
             h_BWD, key, value = run_layer(index, h_BWD, *units)
-        new_keys.append(key.detach())
-        new_values.append(value.detach())
-    return PassResult(h_BWD, torch.stack(new_keys), torch.stack(new_values))
+        new_keys.append(key)
+        new_values.append(value)
+    return PassResult(h_BWD, torch.stack(new_keys), torch.stack(new_values), states=tuple(states))
 
 
 def causal_mask(visibility: Visibility, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

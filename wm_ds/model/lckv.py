@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .attention import Slots, Visibility, compute_dtype
 from .blocks import PoolAttention, RMSNorm, WhiteMatterDecoderLayer, rotate
@@ -85,6 +86,7 @@ class LCKVModel(WhiteMatterModel):
         schedule: Schedule | Converged,
         past: tuple[Tensor, Tensor] | None,
         keep_cache: bool,
+        keep_states: bool,
     ) -> PassResult:
         condensed = self.config.condensed
         layers = list(self.layers)
@@ -97,16 +99,17 @@ class LCKVModel(WhiteMatterModel):
         if past is not None:
             sizes = [len(bottom), 1, len(top)]
             pasts = tuple(zip(*(entries.split(sizes) for entries in past)))
-        h_BWD, *below = self._warm_up(bottom, x_BWD, rotary, visibility, pasts[0])
+        h_BWD, below, states = self._warm_up(bottom, x_BWD, rotary, visibility, pasts[0])
         zero = x_BWD.new_zeros(1, self.config.num_key_value_heads, self.config.head_dim)
         parts = (middle, CondensedKV(middle[-1]), zero, zero)
-        result = self._iterate(parts, h_BWD, rotary, visibility, schedule, pasts[1], keep_cache)
-        h_BWD, *above = self._warm_up(top, result.hidden_BWD, rotary, visibility, pasts[2])
+        result = self._iterate(parts, h_BWD, rotary, visibility, schedule, pasts[1], keep_cache, keep_states)
+        h_BWD, above, late_states = self._warm_up(top, result.hidden_BWD, rotary, visibility, pasts[2])
         keys, values = (
             torch.cat([part.to(shared.dtype) for part in (lower, shared, upper)])
             for lower, shared, upper in zip(below, (result.keys, result.values), above)
         )
-        return PassResult(h_BWD, keys, values, result.residuals)
+        states = (*states, *result.states, *late_states) if keep_states else ()
+        return PassResult(h_BWD, keys, values, result.residuals, states)
 
     def _warm_up(
         self,
@@ -115,31 +118,40 @@ class LCKVModel(WhiteMatterModel):
         rotary: tuple[Tensor, Tensor],
         visibility: Visibility,
         past: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Layers with their own KV, once: the state, and the new keys and values [layers, B, G, W, d]."""
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
+        """Layers with their own KV, once: the state, the new keys and values [layers, B, G, W, d], and the
+        states that entered each layer."""
         cos, sin = rotary
         width, dtype = h_BWD.shape[1], compute_dtype(h_BWD)
         shape = (h_BWD.shape[0], self.config.num_key_value_heads, width, self.config.head_dim)
         mask = causal_mask(visibility, width, dtype, h_BWD.device)
         slots = Slots([width], [visibility.past + width], [mask])
-        keys, values = h_BWD.new_zeros(2, len(layers), *shape, dtype=dtype)
 
-        def run(index: int, h_BWD: Tensor) -> Tensor:
+        def run(index: int, h_BWD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             layer = layers[index]
             entries = layer.self_attn.entries(layer.input_layernorm(h_BWD), cos, sin)
-            seen = []
-            for side, (new, store) in enumerate(zip(entries, (keys, values))):
-                new = new.to(dtype)
-                store[index] = new.detach()
-                seen.append(new if past is None else torch.cat((past[side][index].to(dtype), new), dim=2))
-            return layer(h_BWD, slots, cos, sin, [seen[0]], [seen[1]])
+            key, value = (new.to(dtype) for new in entries)
+            seen = [key, value]
+            if past is not None:
+                seen = [
+                    torch.cat((old[index].to(dtype), new), dim=2) for old, new in zip(past, seen, strict=True)
+                ]
+            return layer(h_BWD, slots, cos, sin, [seen[0]], [seen[1]]), key, value
 
+        empty = h_BWD.new_zeros(0, *shape, dtype=dtype)
+        keys, values, states = [], [], []
         for index in range(len(layers)):
+            states.append(h_BWD)
             if self._policy() != "none" and torch.is_grad_enabled():
-                h_BWD = checkpoint(run, index, h_BWD, use_reentrant=False, preserve_rng_state=False)
+                h_BWD, key, value = checkpoint(
+                    run, index, h_BWD, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                h_BWD = run(index, h_BWD)
-        return h_BWD, keys, values
+                h_BWD, key, value = run(index, h_BWD)
+            keys.append(key)
+            values.append(value)
+        new = (torch.stack(keys), torch.stack(values)) if layers else (empty, empty)
+        return h_BWD, new, states
 
 
 class LCKVForCausalLM(WhiteMatterForCausalLM):
@@ -148,5 +160,7 @@ class LCKVForCausalLM(WhiteMatterForCausalLM):
     config_class = LCKVConfig
     base_class = LCKVModel
 
+
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LCKVConfig.model_type] = LCKVForCausalLM.__name__  # see modeling.py
 
 __all__ = ["LCKVForCausalLM", "LCKVModel"]

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, W workspace columns, D width, V vocabulary, k channels
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .arguments import refuse_unknown
 from .attention import Visibility, compute_dtype
 from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
 from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool, cached_tokens
@@ -112,8 +115,11 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         document_ids: Tensor | None = None,
         schedule: Schedule | Converged | None = None,
         cache: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple:
         """
         Args:
             input_ids: [B, T]; or inputs_embeds, [B, T, D].
@@ -126,13 +132,22 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
                 earlier tokens of their own document only.
             schedule: the passes to run; default the configuration's training schedule in training mode,
                 otherwise its prefill schedule. One new token per row is always evaluated exactly.
+            output_hidden_states: return `hidden_states`, L+1 tensors [B, T, D]: what entered each layer in a
+                token's last pass (the first is the embedding), and `last_hidden_state`. All carry gradient.
+            output_attentions: refused; attention weights are never formed.
+            return_dict: False for a tuple of the outputs that are there. This one and the other `output_…`
+                arguments are the configuration's by default.
 
         Returns:
             `last_hidden_state` [B, T, D] after the final norm (zero at padding), and the cache if asked for.
 
         Raises:
-            ValueError: inputs that contradict each other. TypeError: a cache that is not a DynamicCache.
+            ValueError: inputs that contradict each other, or output_attentions. TypeError: an argument that
+                does not exist, or a cache that is not a DynamicCache.
         """
+        if kwargs:
+            refuse_unknown(f"{type(self).__name__}.forward", kwargs, signature(self.forward).parameters)
+        keep_states, return_dict = self._outputs(output_hidden_states, output_attentions, return_dict)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         cache = past_key_values if cache is None else cache
@@ -141,15 +156,27 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if cache is None and use_cache:
             cache = WhiteMatterCache()
         cached = cached_tokens(cache, self.config.num_kv_channels)
-        # A cache carries no gradient, so a forward that continues one runs without any.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
-            hidden_BTD = self._run(
-                input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, cached, cache,
-                bool(use_cache),
-            )  # fmt: skip
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_BTD, **{CACHE_FIELD: cache if use_cache else None}
+        hidden_BTD, states = self._run(
+            input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, cached, cache,
+            bool(use_cache), keep_states,
+        )  # fmt: skip
+        outputs = BaseModelOutputWithPast(
+            last_hidden_state=hidden_BTD,
+            hidden_states=(*states, hidden_BTD) if keep_states else None,
+            **{CACHE_FIELD: cache if use_cache else None},
         )
+        return outputs if return_dict else outputs.to_tuple()
+
+    def _outputs(self, states: bool | None, attentions: bool | None, as_dict: bool | None) -> tuple:
+        """Whether to return hidden states, and whether as a dictionary; None is the configuration's choice."""
+        config = self.config
+        if config.output_attentions if attentions is None else attentions:
+            raise ValueError(
+                "output_attentions=True is not supported: attention runs in fused kernels, several times a "
+                "token, and its weights are never formed. output_hidden_states is supported"
+            )
+        states = config.output_hidden_states if states is None else states
+        return bool(states), bool(config.return_dict if as_dict is None else as_dict)
 
     # The passes are loops over ranges with custom backward functions; tracing them gains nothing and breaks.
     # Blocks can still be compiled: `for layer in model.layers: layer.compile()`.
@@ -165,7 +192,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         cached: int,
         cache: Cache | None,
         keep_cache: bool,
-    ) -> Tensor:
+        keep_states: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
         shard = self.shard
         rows, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         if inputs_embeds is None:
@@ -193,20 +221,24 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if keep_cache and cached and self._decodes(layout, cache, compute_dtype(x_BWD)):
             self.residuals = None
             parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
-            return self.norm(decode(*parts, x_BWD, rotary, layout.visibility.past_BP, cache))
+            h_BWD, states = decode(*parts, x_BWD, rotary, layout.visibility.past_BP, cache)
+            return self.norm(h_BWD), states
         visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
         past = cached_pool(cache, self.config.num_kv_channels) if cached else None
         # A pass is measured by all of its entries, those of the last one included.
         every_entry = keep_cache or (self.measure_residuals and not torch.is_grad_enabled())
-        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, every_entry)
+        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, every_entry, keep_states)
         self.residuals = result.residuals
         if keep_cache:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
-        return layout.to_batch(self.norm(result.hidden_BWD))
+        states = [layout.to_batch(state_BWD) for state_BWD in result.states]
+        return layout.to_batch(self.norm(result.hidden_BWD)), states
 
     def _decodes(self, layout: Layout, cache: Cache, dtype: torch.dtype) -> bool:
         """Whether the new columns are one real token a row, which `decode` evaluates behind the cache."""
         if self.dummy_key is None or layout.width != 1 or cache.layers[0].keys.dtype != dtype:
+            return False
+        if torch.is_grad_enabled():  # it writes into the cache in place
             return False
         return layout.real_BT is None or (layout.real_BT.shape[1] == 1 and bool(layout.real_BT.all()))
 
@@ -238,14 +270,22 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         schedule: Schedule | Converged,
         past: tuple[Tensor, Tensor] | None,
         keep_cache: bool,
+        keep_states: bool,
     ) -> PassResult:
-        """All layers on a workspace: the last one's output, and the new entries of the cache."""
+        """All layers on a workspace: the last one's output, the new entries of the cache, and the states."""
         if not self.config.feedback:
             return run_feedforward(
-                self.layers, self.pool, x_BWD, rotary, visibility, past=past, recompute=self._policy()
+                self.layers,
+                self.pool,
+                x_BWD,
+                rotary,
+                visibility,
+                past=past,
+                keep_states=keep_states,
+                recompute=self._policy(),
             )
         parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
-        return self._iterate(parts, x_BWD, rotary, visibility, schedule, past, keep_cache)
+        return self._iterate(parts, x_BWD, rotary, visibility, schedule, past, keep_cache, keep_states)
 
     def _iterate(
         self,
@@ -256,6 +296,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         schedule: Schedule | Converged,
         past: tuple[Tensor, Tensor] | None,
         keep_cache: bool,
+        keep_states: bool,
     ) -> PassResult:
         """The fixed point of parts = (layers, pool, dummy key, dummy value)."""
         layers, pool, dummy_key, dummy_value = parts
@@ -263,7 +304,16 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             if torch.is_grad_enabled():
                 raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
             return run_until_converged(
-                layers, pool, dummy_key, dummy_value, x_BWD, rotary, visibility, schedule, past=past
+                layers,
+                pool,
+                dummy_key,
+                dummy_value,
+                x_BWD,
+                rotary,
+                visibility,
+                schedule,
+                past=past,
+                keep_states=keep_states,
             )
         return run_passes(
             layers,
@@ -276,6 +326,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             schedule,
             past=past,
             keep_cache=keep_cache,
+            keep_states=keep_states,
             recompute=self._policy(),
             entries_on_host=self.entries_on_host,
             measure_residuals=self.measure_residuals,
@@ -317,17 +368,35 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
         prefill_groups: int | None = None,
         prefill_tolerance: float | None = None,
         cache: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple:
         """
         Args:
             labels: [B, T], the input ids again, -100 where no loss is wanted (transformers' convention: the
                 model shifts them); gives the mean cross-entropy as `loss`.
             logits_to_keep: compute logits for the last so many positions, or for these positions; 0 is all.
+                Not together with labels, which need all of them.
             prefill, prefill_passes, prefill_groups, prefill_tolerance: in place of the configuration's fields
                 of these names, for this call; also arguments of `generate` and fields of a GenerationConfig.
+            shift_labels: the labels, shifted already: position i's is the token at i + 1.
+            num_items_in_batch: what the sum of the losses is divided by, in place of the number of labels
+                (transformers' Trainer accumulates gradients with it).
             The rest: see WhiteMatterModel.forward.
+
+        Raises:
+            ValueError, TypeError: as WhiteMatterModel.forward.
         """
+        if kwargs:
+            refuse_unknown(f"{type(self).__name__}.forward", kwargs, signature(self.forward).parameters)
+        keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if not keep_all and (labels is not None or shift_labels is not None):
+            raise ValueError("labels need the logits of all positions: leave out logits_to_keep, or the labels")
+        as_dict = self.config.return_dict if return_dict is None else return_dict
         if (prefill, prefill_passes, prefill_groups, prefill_tolerance) != (None,) * 4:
             if schedule is not None:
                 raise ValueError("give either a schedule or prefill settings, not both")
@@ -344,18 +413,33 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
             document_ids=document_ids,
             schedule=schedule,
             cache=cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
         )
         hidden_BTD = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.lm_head(hidden_BTD[:, keep])
         loss = None
-        if labels is not None:
+        if labels is not None or shift_labels is not None:
             loss = self.loss_function(
-                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits_BTV,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
             )
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)}
+        results = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
         )
+        return results if as_dict else results.to_tuple()
 
+
+# transformers' Trainer shifts the labels of label smoothing, and its pipelines expect text, where this table
+# has the class's name.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[WhiteMatterConfig.model_type] = WhiteMatterForCausalLM.__name__
 
 __all__ = ["WhiteMatterForCausalLM", "WhiteMatterModel", "WhiteMatterPreTrainedModel"]

@@ -24,7 +24,18 @@ from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, Visibility, compute_
 from .pool import Pool
 from .schedule import Schedule
 from .shard import ALL, Shard
-from .tape import Tape, begin, columns, finish, ordered, overwrite, read, read_channel, write
+from .tape import (
+    Tape,
+    begin,
+    columns,
+    finish,
+    finish_with_entries,
+    ordered,
+    overwrite,
+    read,
+    read_channel,
+    write,
+)
 
 # Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
 POOL_PIECES = 8
@@ -35,12 +46,14 @@ RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
 @dataclass(frozen=True)
 class PassResult:
     """hidden_BWD: output of the last layer; keys, values: pool entries of the workspace, [k, B, G, W, d],
-    final only where a cache was asked for; residuals [passes]: relative change of the pool in each pass."""
+    final only where a cache was asked for; residuals [passes]: relative change of the pool in each pass;
+    states: where asked for, what entered each layer in the positions' last pass, L of [B, W, D]."""
 
     hidden_BWD: Tensor
     keys: Tensor
     values: Tensor
     residuals: Tensor | None = None
+    states: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ def run_passes(
     *,
     past: tuple[Tensor, Tensor] | None = None,
     keep_cache: bool = False,
+    keep_states: bool = False,
     recompute: str = "none",
     entries_on_host: bool = False,
     measure_residuals: bool = False,
@@ -77,8 +91,9 @@ def run_passes(
         x_BWD: token embeddings. Gradient flows, to them and to all parameters, if they require it.
         rotary: cosines and sines of the positions, each [B or 1, W, d].
         visibility: who exists and who may see whom.
-        past: keys and values of cached tokens, each [k, B, G, P, d]; only without gradient.
-        keep_cache: compute the pool entries of every position's last update, too.
+        past: keys and values of cached tokens, each [k, B, G, P, d]. Gradient flows to them.
+        keep_cache: compute the pool entries of every position's last update, too. Gradient flows from them.
+        keep_states: keep the states that enter each layer in a position's last update.
         recompute: what backward recomputes instead of keeping it: "none", "layer" (each layer), "group" (each
             step of the schedule), "group+layer" (each step, and inside its recomputation each layer and each
             piece of the pool).
@@ -88,16 +103,16 @@ def run_passes(
             are whole; visibility and schedule are the whole row's.
 
     Raises:
-        ValueError: unknown recompute policy, or a cache together with gradient.
+        ValueError: unknown recompute policy.
     """
     if recompute not in RECOMPUTE_POLICIES:
         raise ValueError(f"recompute is {recompute!r}; choose one of {', '.join(RECOMPUTE_POLICIES)}")
     with_grad = torch.is_grad_enabled() and x_BWD.requires_grad
-    if with_grad and past is not None:
-        raise ValueError("gradient does not flow through a cache: call the model under torch.no_grad()")
     dummy_key, dummy_value = shard.share(dummy_key, 1), shard.share(dummy_value, 1)
-    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute, shard, with_grad)
+    run = _Run(layers, pool, x_BWD, rotary, visibility, recompute, shard, with_grad, keep_states)
     tape = _empty_tape(x_BWD, dummy_key, dummy_value, past, run.dtype, shard)
+    if keep_states:
+        tape.hidden_BWD = torch.cat([tape.hidden_BWD] * (len(layers) + 1), dim=-1)
     start, work = _plan(
         schedule, x_BWD.shape[1] * shard.ranks, keep_cache, shard.ranks > 1 or measure_residuals
     )
@@ -113,7 +128,7 @@ def run_passes(
             if with_grad and part.turn >= first_grad - 1:
                 mode = "pool" if 0 <= part.turn == first_grad - 1 else "all"
                 if token is None:
-                    token = begin(tape, x_BWD, dummy_key, dummy_value)
+                    token = begin(tape, x_BWD, dummy_key, dummy_value, *(past or (None, None)))
             keys, values, h_BnD = run.part(tape, part, mode, token, alone=len(parts) == 1)
             if keys is not None:
                 keys, values = shard.entries(keys, values)
@@ -143,12 +158,20 @@ def run_passes(
                 overwrite(tape.values, tape.slots(part.positions), values, relaxation)
             if h_BnD is not None:
                 tape.hidden_BWD[:, tape.columns(part.positions)] = h_BnD
-    hidden_BWD = tape.hidden_BWD if token is None else finish(tape, token)
+    entries = [buffer[:, :, :, tape.offset :] for buffer in (tape.keys, tape.values)]
+    if token is None:
+        hidden_BWD = tape.hidden_BWD
+    elif keep_cache:
+        hidden_BWD, *entries = finish_with_entries(tape, token)
+    else:
+        hidden_BWD = finish(tape, token)
+    states = []
+    if keep_states:
+        *states, hidden_BWD = hidden_BWD.split(x_BWD.shape[-1], dim=-1)
     if residuals is not None:
         residuals = shard.total(residuals)
         residuals = (residuals[:, 0] / residuals[:, 1].clamp_min(1e-30)).sqrt()
-    entries = [buffer[:, :, :, tape.offset :] for buffer in (tape.keys, tape.values)]
-    return PassResult(hidden_BWD, *entries, residuals)
+    return PassResult(hidden_BWD, *entries, residuals, tuple(states))
 
 
 class _Run:
@@ -164,8 +187,9 @@ class _Run:
         recompute: str,
         shard: Shard,
         with_grad: bool,
+        keep_states: bool,
     ) -> None:
-        self.with_grad = with_grad
+        self.with_grad, self.keep_states = with_grad, keep_states
         self.layers, self.pool, self.rotary = layers, pool, rotary
         self.visibility, self.recompute, self.shard = visibility, recompute, shard
         self.device = x_BWD.device
@@ -298,7 +322,8 @@ class _Run:
                 h_BnD = checkpoint(run, h_BnD, use_reentrant=False, preserve_rng_state=False)
             else:
                 h_BnD = run(h_BnD)
-        return states, h_BnD
+        # Asked for, the states lie beside the output, in one tensor: the tape then knows nothing of them.
+        return states, torch.cat([*states, h_BnD], dim=-1) if self.keep_states else h_BnD
 
 
 def _empty_tape(
@@ -318,7 +343,7 @@ def _empty_tape(
         buffer = x_BWD.new_zeros(channels, rows, heads, 1 + cached + width, head_dim, dtype=dtype)
         buffer[:, :, :, 0] = dummy.detach()[:, None]
         if old is not None:
-            buffer[:, :, :, 1 : 1 + cached] = old
+            buffer[:, :, :, 1 : 1 + cached] = old.detach()
         buffers.append(buffer)
     x_BWD = x_BWD.detach()
     return Tape(*buffers, x_BWD, torch.zeros_like(x_BWD), 1 + cached, shard)

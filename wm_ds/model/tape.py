@@ -37,7 +37,8 @@ class Tape:
     Attributes:
         keys, values: the pool, [k, B, G, M, d], in compute dtype.
         x_BWD: embeddings of the workspace, without gradient.
-        hidden_BWD: outputs of the last layer, filled by the last update of each position.
+        hidden_BWD: outputs of the last layer, filled by the last update of each position; where the states
+            of all layers are kept, they lie before it in the last dimension.
         offset: slot of workspace position 0, which is 1 + P.
         shard: this rank's part of the row: x_BWD and hidden_BWD are its positions, the pool its heads.
     """
@@ -84,19 +85,30 @@ def columns(positions: range) -> slice:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        tape: Tape,
+        x_BWD: Tensor,
+        dummy_key: Tensor,
+        dummy_value: Tensor,
+        past_keys: Tensor | None,
+        past_values: Tensor | None,
+    ) -> Tensor:
         ctx.tape = tape
-        ctx.dtypes = (x_BWD.dtype, dummy_key.dtype)
+        ctx.dtypes = (x_BWD.dtype, dummy_key.dtype, None if past_keys is None else past_keys.dtype)
         return x_BWD.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _token: Tensor) -> tuple:
-        tape, (x_dtype, dummy_dtype) = ctx.tape, ctx.dtypes
-        dummy_key = tape.grad_keys[:, :, :, 0].sum(1).to(dummy_dtype)
-        dummy_value = tape.grad_values[:, :, :, 0].sum(1).to(dummy_dtype)
+        tape, (x_dtype, dummy_dtype, past_dtype) = ctx.tape, ctx.dtypes
+        sides = (tape.grad_keys, tape.grad_values)
+        dummies = [grad[:, :, :, 0].sum(1).to(dummy_dtype) for grad in sides]
+        pasts = [None, None]
+        if past_dtype is not None:
+            pasts = [grad[:, :, :, 1 : tape.offset].to(past_dtype, copy=True) for grad in sides]
         grad_x = tape.grad_x_BWD.to(x_dtype)
         tape.grad_keys = tape.grad_values = tape.grad_x_BWD = None
-        return None, grad_x, dummy_key, dummy_value
+        return None, grad_x, *dummies, *pasts
 
 
 class _Read(torch.autograd.Function):
@@ -183,6 +195,23 @@ class _Finish(torch.autograd.Function):
         return None, ctx.token_like
 
 
+class _FinishWithEntries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.tape, ctx.token_like = tape, token.new_zeros(())
+        # Copies: backward puts older entries back into the buffer.
+        keys, values = (buffer[:, :, :, tape.offset :].clone() for buffer in (tape.keys, tape.values))
+        return tape.hidden_BWD.data, keys, values
+
+    @staticmethod
+    def backward(ctx: Any, grad_hidden_BWD: Tensor, grad_keys: Tensor, grad_values: Tensor) -> tuple:
+        tape = ctx.tape
+        tape.start_backward(grad_hidden_BWD)
+        tape.grad_keys[:, :, :, tape.offset :] = grad_keys
+        tape.grad_values[:, :, :, tape.offset :] = grad_values
+        return None, ctx.token_like
+
+
 class _Ordered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
@@ -209,9 +238,16 @@ def _take(grad: Tensor, slots: slice, relaxation: float) -> Tensor:
     return taken
 
 
-def begin(tape: Tape, x_BWD: Tensor, dummy_key: Tensor, dummy_value: Tensor) -> Tensor:
-    """Starts the chain; its backward returns the gradients of the embeddings and the dummy."""
-    return _Begin.apply(tape, x_BWD, dummy_key, dummy_value)
+def begin(
+    tape: Tape,
+    x_BWD: Tensor,
+    dummy_key: Tensor,
+    dummy_value: Tensor,
+    past_keys: Tensor | None,
+    past_values: Tensor | None,
+) -> Tensor:
+    """Starts the chain; its backward returns the gradients of embeddings, dummy and cached tokens."""
+    return _Begin.apply(tape, x_BWD, dummy_key, dummy_value, past_keys, past_values)
 
 
 def read(tape: Tape, positions: range, token: Tensor) -> Tensor:
@@ -260,6 +296,11 @@ def write(
 def finish(tape: Tape, token: Tensor) -> Tensor:
     """Ends the chain: the final states [B, W, D], with gradient."""
     return _Finish.apply(tape, token)
+
+
+def finish_with_entries(tape: Tape, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`finish`, and the workspace's pool entries, keys and values [k, B, G, W, d], with gradient."""
+    return _FinishWithEntries.apply(tape, token)
 
 
 def ordered(x: Tensor, token: Tensor) -> Tensor:
