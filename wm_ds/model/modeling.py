@@ -372,7 +372,6 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """
@@ -383,14 +382,16 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
                 Not together with labels, which need all of them.
             prefill, prefill_passes, prefill_groups, prefill_tolerance: in place of the configuration's fields
                 of these names, for this call; also arguments of `generate` and fields of a GenerationConfig.
-            shift_labels: the labels, shifted already: position i's is the token at i + 1.
             num_items_in_batch: what the sum of the losses is divided by, in place of the number of labels
                 (transformers' Trainer accumulates gradients with it).
+            kwargs: `shift_labels` [B, T], labels that are shifted already: position i's is the token at i + 1.
+                Not in the signature, where Trainer would take it for a column that every data set has.
             The rest: see WhiteMatterModel.forward.
 
         Raises:
             ValueError, TypeError: as WhiteMatterModel.forward.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         if kwargs:
             refuse_unknown(f"{type(self).__name__}.forward", kwargs, signature(self.forward).parameters)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
