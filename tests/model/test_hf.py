@@ -279,6 +279,20 @@ def test_text_generation_pipeline(folder, tmp_path) -> None:
     assert all(text.startswith(prompt) and len(text) > len(prompt) for text, prompt in zip(together, prompts))
 
 
+@pytest.mark.parametrize("how", LOADS)
+def test_trainers_label_smoothing_shifts_the_labels(folder, tmp_path, how: str) -> None:
+    """Against the formula: (1 - s) times the loss of the next token, s times the mean over all tokens."""
+    model = LOADS[how](folder)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.2, report_to=[], use_cpu=True)
+    row = tokens(2, 9)
+    with torch.no_grad():
+        loss = Trainer(model, arguments).compute_loss(model, {"input_ids": row, "labels": row.clone()})
+        log_p = model(row).logits[:, :-1].log_softmax(-1)
+    nll = -log_p.gather(-1, row[:, 1:, None]).mean()
+    want = 0.8 * nll + 0.2 * -log_p.mean()
+    assert (loss - want).abs() < 1e-5
+
+
 def test_somebody_else_fine_tunes_it(folder, tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, 12)]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import reference
 from tests.model import test_lckv
-from tests.model.tiny import build, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import build, parameters, settings, tokens
 from wm_ds.model import Schedule
 from wm_ds.model.cache import CACHE_FIELD
 
@@ -37,7 +37,12 @@ def recorded(monkeypatch, layers: int, run) -> list[Tensor]:
 def whitematter(schedule: Schedule, steps: list, no_grad: int = 0):
     lm = build()
     p = parameters(lm, requires_grad=True)
-    return lm, p, schedule, lambda: reference.passes(p, settings(lm), ROW, DOCUMENTS, steps, no_grad).hidden_TD
+    return (
+        lm,
+        p,
+        schedule,
+        lambda: reference.passes(p, settings(lm), ROW, DOCUMENTS, steps, no_grad).hidden_TD,
+    )
 
 
 def without_feedback():
@@ -166,13 +171,17 @@ def test_attention_weights_are_refused_by_name(make) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("labls", "did you mean 'labels'"), ("ouput_hidden_states", "'output_hidden_states'"), ("xyz", "it has")],
+    [
+        ("labls", "did you mean 'labels'"),
+        ("ouput_hidden_states", "'output_hidden_states'"),
+        ("xyz", "it has"),
+    ],
 )
 def test_arguments_that_do_not_exist_are_refused_with_the_nearest_name(name: str, hint: str) -> None:
     lm = build().eval()
-    with pytest.raises(TypeError, match=f"WhiteMatterForCausalLM.forward has no '{name}'.*{hint}"):
+    with pytest.raises(TypeError, match=rf"WhiteMatterForCausalLM\.forward has no '{name}'.*{hint}"):
         lm(tokens(1, 4), **{name: None})
-    with pytest.raises(TypeError, match="WhiteMatterModel.forward has no 'labels'"):
+    with pytest.raises(TypeError, match=r"WhiteMatterModel\.forward has no 'labels'"):
         lm.model(tokens(1, 4), labels=tokens(1, 4))
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests import reference
 from tests.model import test_lckv
-from tests.model.tiny import build, parameters, settings, tokens
+from tests.support import reference
+from tests.support.tiny import build, parameters, settings, tokens
 from wm_ds.model import Schedule
 from wm_ds.model.cache import CACHE_FIELD
 
@@ -133,5 +133,5 @@ def test_a_prefix_of_another_number_of_channels_is_refused() -> None:
     cache = DynamicCache()
     for layer in range(lm.config.num_hidden_layers):
         cache.update(*torch.zeros(2, 1, 2, 3, 8, dtype=lm.dtype), layer)
-    with pytest.raises(ValueError, match="holds 4 channels, this model has 3.*num_layers=3"):
+    with pytest.raises(ValueError, match=r"holds 4 channels, this model has 3.*num_layers=3"):
         lm(tokens(1, 4), **{CACHE_FIELD: cache})

@@ -168,7 +168,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         return outputs if return_dict else outputs.to_tuple()
 
     def _outputs(self, states: bool | None, attentions: bool | None, as_dict: bool | None) -> tuple:
-        """Whether to return hidden states, and whether as a dictionary; None is the configuration's choice."""
+        """Whether to return hidden states, and whether by name; None is the configuration's choice."""
         config = self.config
         if config.output_attentions if attentions is None else attentions:
             raise ValueError(
@@ -384,7 +384,7 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
                 of these names, for this call; also arguments of `generate` and fields of a GenerationConfig.
             num_items_in_batch: what the sum of the losses is divided by, in place of the number of labels
                 (transformers' Trainer accumulates gradients with it).
-            kwargs: `shift_labels` [B, T], labels that are shifted already: position i's is the token at i + 1.
+            kwargs: `shift_labels` [B, T], labels that are shifted already: position i's is token i + 1.
                 Not in the signature, where Trainer would take it for a column that every data set has.
             The rest: see WhiteMatterModel.forward.
 
@@ -396,7 +396,9 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
             refuse_unknown(f"{type(self).__name__}.forward", kwargs, signature(self.forward).parameters)
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if not keep_all and (labels is not None or shift_labels is not None):
-            raise ValueError("labels need the logits of all positions: leave out logits_to_keep, or the labels")
+            raise ValueError(
+                "labels need the logits of all positions: leave out logits_to_keep, or the labels"
+            )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         if (prefill, prefill_passes, prefill_groups, prefill_tolerance) != (None,) * 4:
             if schedule is not None:
