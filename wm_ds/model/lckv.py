@@ -108,8 +108,8 @@ class LCKVModel(WhiteMatterModel):
             torch.cat([part.to(shared.dtype) for part in (lower, shared, upper)])
             for lower, shared, upper in zip(below, (result.keys, result.values), above)
         )
-        states = (*states, *result.states, *late_states) if keep_states else ()
-        return PassResult(h_BWD, keys, values, result.residuals, states)
+        kept = (*states, *result.states, *late_states) if keep_states else ()
+        return PassResult(h_BWD, keys, values, result.residuals, kept)
 
     def _warm_up(
         self,
