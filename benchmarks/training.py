@@ -153,12 +153,14 @@ def engine_rank(options: argparse.Namespace) -> None:
     steps: dict[str, Step] = {}
     if world.size == 1:
         from wm_ds.engine.deepspeed_config import table_for
-        from wm_ds.optim.param_rules import MuonAdamW
+        from wm_ds.optim.muon import MuonAdamW, Settings
         from wm_ds.optim.partition import Fragment, Master
 
         bare = TokenLoss(build_model(hf, seed=0, recompute="group").to(world.device)).train()
         parameters = dict(bare.lm.named_parameters())
-        optimizer = MuonAdamW(table_for(config, bare.lm), parameters, lr=1e-3, ns_dtype=torch.float32)
+        optimizer = MuonAdamW(
+            table_for(config, bare.lm), parameters, Settings(lr=1e-3, ns_dtype=torch.float32)
+        )
         found = [(i, n, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]
                  for n, q in parameters.items() if q is p]  # fmt: skip
         optimizer.attach(

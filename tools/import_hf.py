@@ -24,7 +24,7 @@ from wm_ds.config.schema import ConfigError
 from wm_ds.data.shards import ShardError
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.export.export import read_weights
-from wm_ds.optim.param_rules import _STATE as STATE_OF_RULE
+from wm_ds.optim.muon import STATE as STATE_OF_RULE
 
 NOT_TRAINED = {"steps": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
 NO_LOSS_YET = {"loss_mean": 0.0, "loss_var": 0.0, "loss_count": 0, "updates": 0}

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from wm_ds.distributed import process_group
-from wm_ds.optim import param_rules, partition
+from wm_ds.optim import muon, param_rules, partition
 
 VOCAB, WIDTH, ROWS, LENGTH = 50, 63, 12, 8  # 12 rows divide over 1, 2, 3 and 4 ranks
 
@@ -90,7 +90,7 @@ def build(case: dict, world: process_group.World) -> tuple:
     named = {n.removeprefix("lm."): p for n, p in module.named_parameters() if p.requires_grad}
     shapes = [(n, tuple(p.shape)) for n, p in named.items()]
     table = param_rules.parameter_table(shapes, optimizer=case.get("optimizer", "muon"), weight_decay=0.1)
-    optimizer = param_rules.MuonAdamW(table, named, lr=2e-3, ns_dtype=torch.float32)
+    optimizer = muon.MuonAdamW(table, named, muon.Settings(lr=2e-3, ns_dtype=torch.float32))
     precision, zero = case.get("precision", "fp32"), {"stage": case["stage"]}
     if case["stage"] == 3:
         zero |= {"stage3_param_persistence_threshold": 100}  # norms stay whole, matrices are cut

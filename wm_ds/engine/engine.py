@@ -46,7 +46,8 @@ from wm_ds.engine.init_weights import place
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.engine.sequence_parallel import SequenceShard
 from wm_ds.model.shard import ALL, Shard
-from wm_ds.optim.param_rules import MuonAdamW, learning_rate
+from wm_ds.optim.learning_rate import learning_rate
+from wm_ds.optim.muon import MuonAdamW, Settings
 from wm_ds.optim.partition import fragments, masters, parameter_names
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -398,12 +399,7 @@ def build(
     optimizer = MuonAdamW(
         table,
         {names[id(p)]: p for p in module.parameters()},
-        lr=o.lr,
-        momentum=o.momentum,
-        ns_steps=o.ns_steps,
-        ns_dtype=getattr(torch, o.ns_dtype),
-        betas=o.betas,
-        eps=o.eps,
+        Settings(o.lr, o.momentum, o.ns_steps, getattr(torch, o.ns_dtype), o.betas, o.eps),
     )
     ds, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=full, dist_init_required=False)
     if ds.zero_optimization_stage() == 3:

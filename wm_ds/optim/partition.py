@@ -13,7 +13,7 @@ DeepSpeed hides the optimizer's view of the model behind a different layout per 
 a flattened parameter, stored at `master.view(-1)[offset : offset + stop - start]`. `master` is the fp32
 master weight, and it is also the key under which the optimizer keeps its state: `engine.optimizer`'s inner
 optimizer has `state[master]`, a dict of tensors of `master`'s shape (`momentum` for Muon; `exp_avg`,
-`exp_avg_sq` for AdamW), created at construction of the engine by `wm_ds.optim.MuonAdamW.attach`. So the same
+`exp_avg_sq` for AdamW), created at construction of the engine by `muon.MuonAdamW.attach`. So the same
 slice of a state tensor belongs to the same parameter range.
 """
 

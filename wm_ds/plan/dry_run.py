@@ -16,7 +16,8 @@ from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
 from wm_ds.engine.zero3 import parameter_shapes
 from wm_ds.families import model_class, model_config
-from wm_ds.optim.param_rules import format_table, learning_rate
+from wm_ds.optim.learning_rate import learning_rate
+from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.memory import GIB, Plan, configured
 

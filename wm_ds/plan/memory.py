@@ -25,7 +25,8 @@ from wm_ds.config.schema import Config
 from wm_ds.engine.deepspeed_config import sums_own_gradients
 from wm_ds.engine.loss import CHUNK_LOGITS
 from wm_ds.engine.zero3 import default_gather, limits
-from wm_ds.optim.param_rules import EXCHANGE_ELEMENTS, Row
+from wm_ds.optim.exchange import EXCHANGE_ELEMENTS
+from wm_ds.optim.param_rules import Row
 from wm_ds.plan.activations import Body, body, storage_dtype
 from wm_ds.plan.flops import training
 
