@@ -6,7 +6,7 @@
 
 For every ZeRO stage, recomputation and micro-batch that is sensible: the peak per GPU in GiB by what it is
 spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
-make it. States are arithmetic; activations come from running the model on fake tensors (memory.py
+make it. States are arithmetic; activations come from running the model on meta tensors (memory.py
 and activations.py in wm_ds/plan say how and what is left out). Runs on any machine, without a GPU.
 
 A node's host memory holds what is offloaded, for all its GPUs; with --host-memory, what needs more does not
@@ -186,7 +186,7 @@ def text(
         f"{options.gpus} GPUs of {options.gpu_memory:g} GB ({room.gpu / GIB:.1f} GiB to use) on "
         f"{options.nodes} node{'s' * (options.nodes > 1)}"
         + (f", each row on {config.sequence_parallel} GPUs" if config.sequence_parallel > 1 else ""),
-        "GiB per GPU; states by arithmetic, activations from the model on fake tensors",
+        "GiB per GPU; states by arithmetic, activations from the model on meta tensors",
         f"{'ZeRO':22}{'recompute':12}{'mb':>4}{'acc':>5}"
         + "".join(f"{SHORT.get(n, n):>10}" for n in names)
         + f"{'peak':>9}{'sent':>9}",

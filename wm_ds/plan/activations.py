@@ -1,11 +1,11 @@
-"""Memory of a step's activations, by running the model on fake tensors: nothing is computed or allocated.
+"""Memory of a step's activations, by running the model on meta tensors: nothing is computed or allocated.
 
-The real model runs forward and backward under a storage tracker (storage_tracker.py). To stay within seconds
-the run is made small in directions in which memory is exactly affine: two or four groups of the size of the
-run's groups, one and two gradient passes, at the full number of layers or, for deep models, at two smaller
-ones; batch 1.
+The real model runs forward and backward under a tracker of storages (meta_run.py). To stay within seconds the
+run is made small in directions in which memory is exactly affine: two or four groups of the size of the run's
+groups, one and two gradient passes, at the full number of layers or, for deep models, at two smaller ones;
+batch 1.
 
-Fake tensors take the paths of the CPU: attention kernels on CUDA (flash, flex) save other small tensors than
+The run takes the paths of the CPU: attention kernels on CUDA (flash, flex) save other small tensors than
 those. Where ranks share rows the model runs as one rank of its group, with all-to-alls that go nowhere.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -24,7 +23,7 @@ from wm_ds.families import construct
 from wm_ds.model.attention import MAX_RUNS_WITH_GRAD, MIN_QUERIES_PER_RUN
 from wm_ds.model.layout import document_positions
 from wm_ds.model.shard import Shard
-from wm_ds.plan.storage_tracker import StorageTracker
+from wm_ds.plan.meta_run import MetaTracker, as_on_cpu
 
 EXTRA_LAYERS = 2  # between the two depths of an extrapolation
 
@@ -65,10 +64,10 @@ class PretendedShard(Shard):
 
 
 def _measure(
-    hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int = 1
+    hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int = 1, backward: bool = True
 ) -> tuple[float, float]:
-    """(kept, peak) bytes of one row of `length` tokens on fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+    """(kept, peak) bytes of one row of `length` tokens on meta tensors; forward's peak without `backward`."""
+    with torch.device("meta"), as_on_cpu():
         with no_init_weights():
             lm = construct(hf, recompute=recompute, dtype=storage_dtype(precision)).train()
         ids = torch.zeros(1, length, dtype=torch.long)
@@ -79,13 +78,14 @@ def _measure(
             arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
         else:
             lm.model.shard = PretendedShard(ranks)
-        tracker = StorageTracker(lm.parameters())
+        tracker = MetaTracker(lm.parameters())
         with tracker:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                 hidden = lm.model(input_ids=ids, **arguments).last_hidden_state
             kept = tracker.current["activations"]
-            tracker.in_backward = True
-            hidden.backward(torch.zeros_like(hidden))
+            if backward:
+                tracker.in_backward = True
+                hidden.backward(torch.zeros_like(hidden))
         return kept, tracker.peaks["activations"]
 
 
@@ -116,15 +116,11 @@ def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ran
     # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.
     groups = 2 if "group" in recompute else 4
     short = -(-length // hf.num_groups) * groups
-    small = [
-        _measure(
-            _variant(hf, num_groups=groups, grad_passes=passes, no_grad_passes=min(1, hf.no_grad_passes)),
-            short, precision, recompute, ranks,
-        )
-        for passes in (1, 2)
-    ]  # fmt: skip
+    shape = {"num_groups": groups, "no_grad_passes": min(1, hf.no_grad_passes)}
+    one, two = (_variant(hf, grad_passes=passes, **shape) for passes in (1, 2))
+    kept, _ = _measure(one, short, precision, recompute, ranks, backward=False)
+    more, peak = _measure(two, short, precision, recompute, ranks)
     # Kept is so much per token and pass; the masks alone grow with the square of the length.
-    (kept, _), (more, peak) = small
     ratio, w = length / short, 2 if precision != "fp32" else 4
     alive = (1, 1) if recompute == "group+layer" else (groups, hf.num_groups)  # groups whose masks are kept
     full = kept - alive[0] / groups * _mask_bytes(short, groups, w)

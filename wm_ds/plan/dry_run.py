@@ -56,7 +56,7 @@ def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdou
         format_table(rows),
         "",
         f"# memory and communication of one of {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
-        "# states by arithmetic, activations from the model run on fake tensors (wm_ds/plan/memory.py)",
+        "# states by arithmetic, activations from the model run on meta tensors (wm_ds/plan/memory.py)",
         memory_plan(configured(config, json, hf, rows, batches.seq_len, ranks)),
         "",
         "# batches and schedule",

@@ -1,7 +1,7 @@
 """What a run needs in memory and sends over the network, for every ZeRO stage, recomputation and micro-batch.
 
 States (weights, gradients, optimizer) follow from the parameters' shapes by arithmetic. Activations come from
-running the real model on fake tensors (activations.py).
+running the real model on meta tensors (activations.py).
 
 Not in any figure: what kernels use inside one call, the CUDA context and NCCL (about 1.5 GiB a GPU), and the
 allocator's fragmentation. `RESERVE` of the GPU is left free for them.

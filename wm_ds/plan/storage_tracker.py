@@ -40,7 +40,7 @@ class StorageTracker(TorchDispatchMode):
         is labelled "gradients": the sum over a parameter's uses, which autograd holds until the last use."""
         super().__init__()
         parameters = list(parameters)
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str, weakref.ref]] = {}
         self._foreign = {p.untyped_storage()._cdata for p in parameters}
         self._shapes = {tuple(p.shape) for p in parameters if p.requires_grad}
         # The gradient of a product's right factor is made transposed.
@@ -78,8 +78,7 @@ class StorageTracker(TorchDispatchMode):
         if label is None:
             gradient = self.in_backward and tuple(tensor.shape) in self._shapes
             label = "gradients" if gradient else self.label
-        self._live[key] = (storage.nbytes(), label)
-        weakref.finalize(storage, self._gone, key)
+        self._live[key] = (storage.nbytes(), label, weakref.ref(storage, lambda _: self._gone(key)))
         self._add(label, storage.nbytes())
 
     def _add(self, label: str, size: int) -> None:
@@ -90,13 +89,13 @@ class StorageTracker(TorchDispatchMode):
             self.peak, self.at_peak = self.total, dict(self.current)
 
     def _resized(self, key: int, size: int) -> None:
-        old, label = self._live[key]
+        old, label, storage = self._live[key]
         if size != old:
-            self._live[key] = (size, label)
+            self._live[key] = (size, label, storage)
             self._add(label, size - old)
 
     def _gone(self, key: int) -> None:
-        size, label = self._live.pop(key)
+        size, label, _ = self._live.pop(key)
         self._add(label, -size)
 
     def reset_peak(self) -> None:
