@@ -2,7 +2,7 @@
 
 import sys
 
-from wm_ds.distributed import process_group
+from wm_ds.distributed import deepspeed_env, process_group
 
 
 def main() -> None:
@@ -10,8 +10,8 @@ def main() -> None:
         return
     print("compiling DeepSpeed's CPU helper (once, up to a minute)", flush=True)
     try:
-        process_group.build_cpu_helper()
-    except process_group.SetupError as error:
+        deepspeed_env.build_cpu_helper()
+    except deepspeed_env.SetupError as error:
         sys.exit(f"error: {error}")
 
 
