@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.config.test_load import changed
 from wm_ds import metrics
 from wm_ds.config import load as configuration
+from wm_ds.distributed import log as terminal
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
@@ -30,10 +33,20 @@ CPU = torch.device("cpu")
 SECONDS = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0.4}
 
 
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    logger = logging.getLogger("wm_ds")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers = handlers
+    logger.setLevel(level)
+
+
 def sink(folder: Path, *, rank: int = 0, attempt: int = 1, **log: Any) -> Metrics:
     config = configuration.parse(changed(run__dir=str(folder), log={"every": 2, **log}))
     world = World(rank, rank, 2, CPU, "gloo")
     flops = Flops(3e6, 4e6)
+    terminal.start()
     m = Metrics(config, total_steps=4, attempt=attempt, world=world, positions=1000, flops=flops)
     m.start()
     return m
@@ -79,7 +92,7 @@ def test_every_step_has_a_row_with_what_it_was(tmp_path):
 
 
 def test_utilisation_is_work_over_the_devices_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.distributed, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(metrics.process_group, "peak_flops", lambda device: 1e12)
     play(sink(tmp_path))
     row = rows(tmp_path)[0]
     assert row["mfu"] == pytest.approx(row["model_tflops_per_device"], rel=1e-3)
@@ -109,7 +122,6 @@ def test_tensorboard_can_be_left_out(tmp_path):
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     m = sink(tmp_path, rank=1)
     play(m)
-    m.say("hello")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 

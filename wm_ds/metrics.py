@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import sys
@@ -22,6 +23,7 @@ from wm_ds.engine.compile import compile_seconds
 from wm_ds.engine.engine import StepResult
 from wm_ds.plan.flops import Flops
 
+log = logging.getLogger(__name__)
 WINDOW = 20  # steps over which speed and ETA are averaged
 
 
@@ -117,7 +119,7 @@ class Metrics:
                 row[name], row["samples"] = getattr(result, name), result.samples
         if self._compiles and (seconds := compile_seconds()) > self._compile_s:
             row["compile_s"] = round(seconds - self._compile_s, 1)
-            self.say(f"step {result.step}: {row['compile_s']} s of it went into torch.compile")
+            log.info("step %d: %s s of it went into torch.compile", result.step, row["compile_s"])
             self._compile_s = seconds
         row.update(extra)
         self._write(row)
@@ -128,16 +130,16 @@ class Metrics:
             f"ETA {duration(eta_s)}"
         )
         if result.skipped:
-            self.say(f"step {result.step}: skipped, {result.skipped}; samples {result.samples}")
+            log.info("step %d: skipped, %s; samples %s", result.step, result.skipped, result.samples)
         elif result.spike:
-            self.say(
-                f"step {result.step}: loss {result.loss:.4f} is {result.spike:.1f} sigma above its mean; "
-                f"samples {result.samples}"
+            log.info(
+                "step %d: loss %.4f is %.1f sigma above its mean; samples %s",
+                *(result.step, result.loss, result.spike, result.samples),
             )
         if self._live is not None:
             self._live.update(result.step, text)
         elif result.step % self.every == 0 or result.step in (1, self.total):
-            print(text, flush=True)
+            log.info(text)
 
     def evaluation(self, step: int, losses: dict[str, float], tokens: int, seconds: float) -> None:
         """One row for an evaluation: `holdout_loss` and what else was measured beside it."""
@@ -148,7 +150,7 @@ class Metrics:
         self._write(row)
         self._scalars({k: v for k, v in row.items() if k in losses}, step)
         text = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in losses.items())
-        self.say(f"step {step}: {text} ({tokens:,} tokens, {seconds:.1f} s)")
+        log.info(f"step {step}: {text} ({tokens:,} tokens, {seconds:.1f} s)")
         # An evaluation's time is not a step's.
         if self._times:
             self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
@@ -156,15 +158,6 @@ class Metrics:
     def pause(self) -> None:
         """Leave what happened since the last step out of the speed (a checkpoint, say)."""
         self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
-
-    def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
-        if not self.active:
-            return
-        if self._live is not None:
-            self._live.print(text)
-        else:
-            print(text, flush=True)
 
     def close(self) -> None:
         """Flush and close every sink."""
@@ -203,7 +196,7 @@ def check_sinks(config: Config) -> None:
 
 
 class _Live:
-    """rich's progress bar with a line of numbers, for terminals."""
+    """rich's progress bar with a line of numbers, for terminals; what is logged meanwhile goes above it."""
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -214,9 +207,6 @@ class _Live:
 
     def update(self, step: int, text: str) -> None:
         self._progress.update(self._task, completed=step, description=text)
-
-    def print(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

@@ -7,6 +7,7 @@ Exit codes: 0 finished or stopped gracefully, 1 failed, 2 the configuration or t
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from wm_ds.config.reference import summary
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
+from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.distributed.process_group import SetupError, World
@@ -37,6 +39,7 @@ from wm_ds.run.attempt import Attempt, SupersededError, join
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
 
+log = logging.getLogger("wm_ds.train")
 REFUSED = (ConfigError, SetupError, ShardError)
 
 
@@ -55,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     started = time.monotonic()
+    terminal.start()
     # Before anything that takes time: who is told to stop while the run starts must not die of it, nor train.
     signals = Signals(speaks=os.environ.get("RANK", "0") == "0")
     if not options.dry_run:
@@ -82,17 +86,17 @@ def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
         open_data(config)
         world = process_group.init(config.run.timeout_minutes)
     except REFUSED as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error("error: %s", error)
         return 2
     try:
         train(config, json, world, started, signals)
     except REFUSED as error:
         if world.is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            log.error("error: %s", error)
         return 2
     except (CheckpointError, TrainingFailed, SupersededError) as error:
         if world.is_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            log.error("error: %s", error)
         return 1
     process_group.shutdown()
     return 0
@@ -124,8 +128,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     shell = Shell(hf_config, recompute=config.recompute, entries_on_host=config.entries_on_host)
     if config.compile:
         compile_blocks(shell.lm)
-    if world.is_main:
-        print(format_table(table_for(config, shell.lm)), flush=True)
+    log.info(format_table(table_for(config, shell.lm)))
     engine = build(config, json, shell.lm, world, batches.seq_len, shell.values(config.run.seed))
     metrics = Metrics(
         config,
@@ -142,7 +145,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         keep_every=config.checkpoint.keep_every or 0,
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
-        say=metrics.say,
+        say=log.info,
     )
     found = checkpoints.choose()
     if found is None and config.checkpoint.resume is not None:
@@ -221,15 +224,14 @@ def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBat
     notes = directory.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
     attempt = join(config.run.dir, solo=world.size == 1)
     positions = config.batch.global_batch * batches.seq_len
-    print(
+    log.info(
         f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
         f"{config.total_steps(batches.seq_len)} steps of {config.batch.global_batch} x {batches.seq_len} = "
         f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per "
         f"{f'group of {config.sequence_parallel} ranks' if config.sequence_parallel > 1 else 'rank'})",
-        flush=True,
     )
     for note in notes:
-        print(f"changed since the last start: {note}", flush=True)
+        log.info("changed since the last start: %s", note)
     return attempt
 
 
@@ -261,13 +263,13 @@ def finish(
 ) -> None:
     """Publish how the run ended (`how`: the marker's content); the checkpoint is written by now."""
     done = engine.steps >= total
-    metrics.say(
+    log.info(
         f"done: {engine.steps} steps, {engine.tokens:,} tokens"
         if done
-        else f"stopped after step {engine.steps} of {total} ({how['reason']}); start again to resume"
+        else f"stopped after step {engine.steps} of {total} ({how['reason']}); start again to resume",
     )
     if engine.skipped:
-        metrics.say(f"{engine.skipped} steps were skipped, see metrics.jsonl")
+        log.info("%d steps were skipped, see metrics.jsonl", engine.skipped)
     metrics.close()
     process_group.barrier()
     if world.is_main:

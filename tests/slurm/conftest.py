@@ -28,7 +28,7 @@ class Cluster:
         self.folder, self.run_dir, self.jobs = folder, folder / "run", []
         self.env = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}/tests/slurm",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests/slurm",
             "WM_TRAIN_MODULE": "rank_program",
             "WM_PYTHON": sys.executable,
             "WM_MIN_RUN_GIB": "0.1",

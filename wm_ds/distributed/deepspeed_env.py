@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class SetupError(RuntimeError):
@@ -135,7 +138,7 @@ def _prepare_build(built: Path) -> None:
         shutil.rmtree(built)
     if sys.stderr.isatty() or built.is_relative_to(own_temporary_folder()):
         where = f" in {built.parent}" if built.is_relative_to(own_temporary_folder()) else ""
-        print(f"compiling DeepSpeed's CPU helper{where} (about a minute, once)", file=sys.stderr, flush=True)
+        log.warning("compiling DeepSpeed's CPU helper%s (about a minute, once)", where)
 
 
 def _build_problem(error: Exception) -> str:

@@ -22,13 +22,13 @@ Only the standard library is used: SLURM's batch script calls this file before a
 import argparse
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +41,7 @@ EXIT_STOP_FILE = 73
 EXIT_NO_PROGRESS = 74
 _ASKED_TO_STOP = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
+log = logging.getLogger(__name__)
 DEFAULT_LEASE_S = 90.0  # network file systems show a changed time stamp up to 60 s late
 _CLAIM = re.compile(r"(\d{4,})\.json")
 
@@ -127,7 +128,6 @@ def claim(
     run_dir: str | Path,
     *,
     lease_s: float = DEFAULT_LEASE_S,
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     **who: object,
 ) -> Attempt:
     """Become the newest attempt of the run, and return when the one before can no longer write.
@@ -148,12 +148,12 @@ def claim(
         missing_ok=True
     )  # an earlier attempt's end must not be mistaken for this one's
     if earlier:
-        _outwait(earlier[-1], mine, lease_s, say)
+        _outwait(earlier[-1], mine, lease_s)
     mine.check()
     return mine
 
 
-def _outwait(old: Attempt, mine: Attempt, lease_s: float, say: Callable[[str], None]) -> None:
+def _outwait(old: Attempt, mine: Attempt, lease_s: float) -> None:
     end, who = _read(old.path("end")), _read(old.path("json")) or {}
     if (end and end.get("clean")) or _process_is_gone(who):
         return
@@ -172,9 +172,9 @@ def _outwait(old: Attempt, mine: Attempt, lease_s: float, say: Callable[[str], N
             return
         if not told:
             told = True
-            say(
+            log.warning(
                 f"attempt {old.number} ({_describe(who)}) did not end by itself; "
-                f"attempt {mine.number} waits until it has been silent for {lease_s:g} s"
+                f"attempt {mine.number} waits until it has been silent for {lease_s:g} s",
             )
         mine.check()
         time.sleep(min(1.0, lease_s / 10))
@@ -389,6 +389,7 @@ def _main() -> int:
     end.add_argument("--asked-to-stop", action="store_true", help="the batch script was sent SIGUSR1")
     end.add_argument("--check-failed", action="store_true", help="the check of the nodes ended with an error")
     options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")  # to standard error: the answers are on standard output
     try:
         if options.command == "claim":
             nodes, restarts = os.environ.get("SLURM_JOB_NODELIST"), os.environ.get("SLURM_RESTART_COUNT", "0")

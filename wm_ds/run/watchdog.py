@@ -17,6 +17,7 @@ it holds Python's lock.
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from types import TracebackType
 
 from wm_ds.run.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
 
+log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
 FAILURE_GRACE_S = 10.0
 NOTE_DELAY_S = 3.0  # longer than rank.sh waits
@@ -112,11 +114,11 @@ class Watchdog:
             except (
                 OSError
             ) as error:  # a file server's hiccup must not end a run; a lasting one is the loop's to meet
-                self._say(f"watchdog: {error}")
+                log.warning(f"watchdog: {error}")
 
     def _look(self) -> None:
         if self.attempt.superseded():
-            self._say(f"attempt {self.attempt.number} has been superseded by a newer one: this rank ends")
+            log.warning(f"attempt {self.attempt.number} has been superseded by a newer one: this rank ends")
             os._exit(EXIT_SUPERSEDED)
         if self._touches:
             self.attempt.touch()
@@ -130,12 +132,12 @@ class Watchdog:
         if self.attempt.path("failure").exists():
             self._failure_seen = self._failure_seen or time.monotonic()
             if time.monotonic() - self._failure_seen > FAILURE_GRACE_S:
-                self._say(f"another rank of attempt {self.attempt.number} has failed: this rank ends")
+                log.warning(f"another rank of attempt {self.attempt.number} has failed: this rank ends")
                 os._exit(1)
 
     def _dump(self, why: str) -> None:
         """Write all stacks, leave the other ranks the time to do the same, and end."""
-        self._say(f"stack dump of rank {self.rank} on {socket.gethostname()}, step {self.step}: {why}")
+        log.warning(f"stack dump of rank {self.rank} on {socket.gethostname()}, step {self.step}: {why}")
         faulthandler.dump_traceback(all_threads=True)
         faulthandler.cancel_dump_traceback_later()
         time.sleep(2 * self.poll_s + 1)
@@ -161,6 +163,3 @@ class Watchdog:
         with contextlib.suppress(OSError):
             node = socket.gethostname()
             self.attempt.record_failure(rank=self.rank, node=node, kind=kind, exit_code=code, step=self.step)
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
