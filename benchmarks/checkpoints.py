@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from wm_ds.config import load as configuration
-from wm_ds.config import validate
 from wm_ds.distributed import process_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +41,7 @@ SEQ_LEN, SAVES = 32, 3
 
 def engine_of(size: str, stage: int, run_dir: str, world: process_group.World) -> Any:
     """The trainer's own engine around a model of that size."""
+    from wm_ds.config.deepspeed_json import load_deepspeed
     from wm_ds.engine.engine import build
     from wm_ds.families import build_model, model_config
 
@@ -68,7 +68,7 @@ def engine_of(size: str, stage: int, run_dir: str, world: process_group.World) -
     config = configuration.parse(raw)
     hf = model_config(config.model, vocab_size=shape["vocab_size"], seq_len=SEQ_LEN, eos_id=None)
     lm = build_model(hf, seed=0)
-    return build(config, validate.load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
+    return build(config, load_deepspeed(config.deepspeed), lm, world, SEQ_LEN)
 
 
 def one_step(engine: Any, step: int, world: process_group.World) -> float:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
+from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.config.reference import summary
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches
@@ -40,7 +42,7 @@ from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
 
 log = logging.getLogger("wm_ds.train")
-REFUSED = (ConfigError, SetupError, ShardError)
+REFUSED = (ConfigError, SetupError, ShardError, LayoutError)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
     """What the command line asks for; the exit code."""
     try:
         config = configuration.load(options.config, options.overrides)
-        json = validate.load_deepspeed(config.deepspeed)
+        json = load_deepspeed(config.deepspeed)
         validate.check_against_deepspeed(config, json)
         check_sinks(config)
         if options.dry_run:
@@ -152,6 +154,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         found = checkpoints.choose(config.checkpoint.resume)
     if found is not None:
         engine.load_state_dict(checkpoints.load(found)["engine"])
+    checkpoints.prove("the first step")
     if world.is_main:
         clear_markers(config.run.dir)
 

@@ -287,3 +287,14 @@ def test_client_state_is_plain_json(runs):
     path = step(base / "stage2-fp32", 4)
     assert json.loads((path / "client.json").read_text()) == {"step": 4, "note": "é"}
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_wrong_map_of_the_weights_is_found_before_the_first_save(tmp_path, stage):
+    """Head and embedding are taken for each other, after a good start: refused on all ranks, none saved."""
+    case = {"stage": stage, "precision": "bf16", "dir": str(tmp_path), "steps": 4, "save_at": [2, 4]}
+    for rank in run(2, [case | {"swap": ["embed_tokens.weight", "lm_head.weight"]}]):
+        assert "found before the first save: rank 0: " in rank[0]["error"]
+        assert "differ from the fp32 weights that the optimizer keeps for them" in rank[0]["error"]
+        assert sorted(rank[0]["losses"]) == ["1", "2"]
+    assert [p.name for p in tmp_path.rglob("step_*")] == []

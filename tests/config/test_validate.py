@@ -1,13 +1,10 @@
-"""Contradictions between fields and with the data; DeepSpeed's JSON."""
+"""Contradictions between fields and with the data."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.config.test_load import ROOT, changed, refusal
+from tests.config.test_load import changed, refusal
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.schema import ConfigError
@@ -44,49 +41,3 @@ def test_data_that_does_not_fit():
         ConfigError, match=r"model\.vocab_size = 100 is smaller than the data's tokenizer \(101"
     ):
         validate.check_against_data(config, vocab_size=101, seq_len=16, sequences=5)
-
-
-def deepspeed(tmp_path: Path, content: dict) -> dict:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    return validate.load_deepspeed(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping"),
-        ({"zero_optimisation": {}}, "did you mean zero_optimization"),
-        ({"gradient_clipping": 1.0}, "optim.clip"),
-        ({"train_batch_size": 8}, "batch.global_batch"),
-        ({"bf16": {"enabled": True}}, "precision"),
-        ({"optimizer": {"type": "Muon"}}, "set optim"),
-        ({"zero_optimization": {"stage": 4}}, "0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "use cpu or none"),
-    ],
-)
-def test_deepspeed_keys_are_checked(tmp_path, content, said):
-    with pytest.raises(ConfigError) as caught:
-        deepspeed(tmp_path, content)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
-def test_shipped_deepspeed_files_are_valid(path):
-    assert "zero_optimization" in validate.load_deepspeed(path)
-
-
-def test_known_deepspeed_keys_are_those_that_deepspeed_reads():
-    """An allowed key that DeepSpeed does not read would be the silent typo again."""
-    import deepspeed as package
-
-    source = "\n".join(
-        p.read_text(errors="replace")
-        for p in Path(package.__file__).parent.rglob("*.py")
-        if p.name in ("constants.py", "config.py", "engine.py", "__init__.py")
-    )
-    unknown = [
-        key for key in validate.DEEPSPEED_KEYS if f'"{key}"' not in source and f"'{key}'" not in source
-    ]
-    assert unknown == []

@@ -11,7 +11,7 @@ import yaml
 from tests.test_train import ROOT, data, run_file  # noqa: F401  (data is a fixture)
 from wm_ds import train
 from wm_ds.config import load as configuration
-from wm_ds.config import validate
+from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import build_model, model_config
 from wm_ds.plan.dry_run import dry_run
@@ -59,7 +59,7 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
 )
 def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, changes: dict[str, Any]):  # noqa: F811
     config = configuration.load(run_file(tmp_path, data, **changes))
-    json = validate.load_deepspeed(ROOT / "ds_configs" / f"{deepspeed}.json")
+    json = load_deepspeed(ROOT / "ds_configs" / f"{deepspeed}.json")
     shown = section(dry_run(config, json, *open_data(config)), "states by arithmetic")
     batches, _ = open_data(config)
     hf = model_config(config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=0)

@@ -5,6 +5,7 @@ The model is a toy with every kind of tensor: an odd square matrix whose rows st
 matrices, norms, a tied or free head, a frozen parameter and a persistent buffer.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -147,6 +148,7 @@ def run_case(case: dict, world: process_group.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
     from wm_ds.checkpoint import writer
     from wm_ds.checkpoint.format import Reader
+    from wm_ds.checkpoint.layout_proof import LayoutError
     from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
     from wm_ds.distributed.host_group import Agreement
     from wm_ds.run.attempt import Attempt
@@ -191,6 +193,9 @@ def run_case(case: dict, world: process_group.World) -> dict:
                 client = store.load(path)
                 first = client["step"]
                 answer["client"] = client
+        store.prove("the first step")
+        if "swap" in case:
+            swap(*case["swap"])
         if case.get("save_first"):
             store.save(first, {"step": first})
         for step in range(first + 1, case["steps"] + 1):
@@ -209,12 +214,25 @@ def run_case(case: dict, world: process_group.World) -> dict:
         answer["reads"] = [len(reads), max(reads, default=0)]
         if case.get("weights"):
             answer["weights"] = full_weights(engine)
-    except CheckpointError as error:
+    except (CheckpointError, LayoutError) as error:
         answer["error"] = str(error)
         print(f"failed: {error}", flush=True)
     Reader._slice = original
     engine.destroy()
     return answer
+
+
+def swap(one: str, other: str) -> None:
+    """From now on checkpoints look for each of two parameters where the other is."""
+    from wm_ds.checkpoint import engine_state
+
+    renamed = {one: other, other: one}
+
+    def wrong(engine) -> list:
+        found = partition.fragments(engine)
+        return [dataclasses.replace(f, name=renamed.get(f.name, f.name)) for f in found]
+
+    engine_state.fragments = wrong
 
 
 def die_at_event(folder: str, number: int) -> None:

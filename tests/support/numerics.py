@@ -28,6 +28,8 @@ class Case:
     """One engine and its steps."""
 
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 0})
+    json: dict[str, Any] = field(default_factory=dict)
+    """The rest of DeepSpeed's JSON."""
     family: str = "vanilla"
     tied: bool = False
     accumulation: int = 1

@@ -14,7 +14,10 @@ from wm_ds.distributed import (
 import torch  # isort: skip
 from tests.support import numerics
 from tests.support.numerics import Case
+from wm_ds.checkpoint.engine_state import EngineState
+from wm_ds.checkpoint.layout_proof import LayoutError, prove
 from wm_ds.config import load as configuration
+from wm_ds.distributed.host_group import Agreement
 from wm_ds.engine.engine import Engine, TrainingFailed, build
 from wm_ds.engine.init_weights import Shell
 from wm_ds.optim.partition import fragments
@@ -35,7 +38,8 @@ def play(case: Case, world: process_group.World) -> dict[str, Any]:
     if case.streamed:
         values = ((name, p.detach().clone()) for name, p in lm.named_parameters())
         lm = Shell(numerics.hf_config(case), recompute=case.recompute).lm
-    engine = build(config, {"zero_optimization": case.zero}, lm, world, numerics.LENGTH, values)
+    json = case.json | {"zero_optimization": case.zero}
+    engine = build(config, json, lm, world, numerics.LENGTH, values)
     answer: dict[str, Any] = {
         "losses": [],
         "norms": [],
@@ -43,7 +47,11 @@ def play(case: Case, world: process_group.World) -> dict[str, Any]:
         "lr": [],
         "samples": [],
         "failed": None,
+        "layout": layout(engine, "the first step"),
     }
+    if answer["layout"] is not None:
+        engine.ds.destroy()
+        return answer
     record_first_gradient(engine, answer)
     for step in range(case.steps):
         try:
@@ -58,11 +66,22 @@ def play(case: Case, world: process_group.World) -> dict[str, Any]:
         answer["lr"].append([g["lr"] for g in engine.optimizer.param_groups])
         if case.evaluate:
             answer.setdefault("evaluations", []).append(engine.evaluate(micro_batches(case, 99, world)))
+    answer["layout"] = layout(engine, "the first save")
     answer["weights"] = snapshot(engine, lambda f: f.of(f.master.detach()))
     answer["updates"] = engine.optimizer.param_groups[0]["step"]
     answer["clipping"] = engine.ds.gradient_clipping()
     engine.ds.destroy()
     return answer
+
+
+def layout(engine: Engine, before: str) -> str | None:
+    """What the proof of layout says that a run makes at this point; None where all is well."""
+    state = EngineState(engine.ds, rank=engine.world.rank, world=engine.world.size)
+    try:
+        prove(state, Agreement(60.0), before=before)
+    except LayoutError as error:
+        return f"before {before}: {error}"
+    return None
 
 
 def micro_batches(case: Case, step: int, world: process_group.World) -> list[dict[str, torch.Tensor]]:

@@ -62,8 +62,29 @@ class EngineState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter and persistent buffer; the same on all ranks."""
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
-        return shapes | {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
+        return self.parameter_shapes() | {name: tuple(b.shape) for name, b in self._buffers.items()}
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, whole."""
+        return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
+
+    def live_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter as the model computes with it, whole and flat, in the same order on all ranks.
+
+        At stage 3 each is gathered for its turn: a collective, and nothing may be left out.
+        """
+        for name, parameter in self._parameters.items():
+            if self.stage == 3 and parameter.ds_status.name != "AVAILABLE":
+                import deepspeed
+
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach().view(-1)
+            else:
+                yield name, parameter.detach().view(-1)
+
+    def updated(self) -> bool:
+        """Whether the optimizer has made an update since it was built or loaded."""
+        return any(int(group["step"]) for group in self.optimizer.param_groups)
 
     def roles(self) -> dict[str, str]:
         """ "trainable", "frozen" or "buffer" for every name."""

@@ -29,6 +29,7 @@ from wm_ds.checkpoint.format import (
     read_tensor,
     verify,
 )
+from wm_ds.checkpoint.layout_proof import prove
 from wm_ds.checkpoint.writer import Saved, Writer
 from wm_ds.distributed.host_group import Agreement, RankError
 from wm_ds.run.attempt import Attempt
@@ -93,6 +94,7 @@ class Checkpoints:
             attempt=attempt,
             say=self._say,
         )
+        self._proved = False  # whether a save has shown that weights are where they are looked for
         self._clean = False  # whether leftovers of earlier attempts have been removed
 
     # -- saving ------------------------------------------------------------------------------------------
@@ -107,15 +109,26 @@ class Checkpoints:
 
         `client_state` is the trainer's own state in JSON types, equal on all ranks. With `wait`, as at the
         end of a run, it is written at once, without copy. A step that is on disk already is not saved again:
-        None. Raises CheckpointError on all ranks when this save or the one before it failed.
+        None. Raises CheckpointError on all ranks when this save or the one before it failed, and LayoutError
+        before the first save where what would be saved are not the model's weights.
         """
         started = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - started
         if step == self._writer.on_disk_step:
             return None
+        if not self._proved:
+            self.prove("the first save")
+            self._proved = True
         self._clean_up_once()
         return self._writer.start(step, client_state, waited_s=waited, wait=wait)
+
+    def prove(self, before: str) -> None:
+        """Check that what a save would write are the model's weights (layout_proof.py). A collective.
+
+        The first save does it by itself; call it before the first step, too. Raises LayoutError on all ranks.
+        """
+        prove(self._state, self._agreement, before=before)
 
     def wait(self) -> None:
         """Wait for the save in flight. Raises CheckpointError on all ranks when it failed."""

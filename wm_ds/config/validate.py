@@ -1,4 +1,4 @@
-"""What no single field can tell: contradictions between fields and with the data; DeepSpeed's JSON.
+"""What no single field can tell: contradictions between fields, with the data and with DeepSpeed's JSON.
 
 Whatever contradicts something else is named with both values.
 """
@@ -6,8 +6,6 @@ Whatever contradicts something else is named with both values.
 from __future__ import annotations
 
 import difflib
-import json
-from pathlib import Path
 from typing import Any
 
 from wm_ds.config.schema import Config, ConfigError, parse_tokens, to_steps
@@ -150,51 +148,7 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     return f"; known here: {', '.join(sorted(known))}"
 
 
-# DeepSpeed's JSON
-
-# Top-level keys that DeepSpeed 0.19.8 reads. It ignores any other in silence, so we refuse it.
-DEEPSPEED_KEYS = (
-    "zero_optimization",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "disable_allgather",
-    "memory_breakdown",
-    "wall_clock_breakdown",
-    "dump_state",
-    "steps_per_print",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "comms_logger",
-    "flops_profiler",
-    "aio",
-    "compile",
-    "compression_training",
-    "data_types",
-    "disable_python_gc",
-    "graph_harvesting",
-    "use_data_before_expert_parallelism",
-    "log_level",
-    "activation_checkpointing",
-)
-
-# What the run decides, and where it says so.
-RUN_DECIDES = {
-    "train_batch_size": "batch.global_batch",
-    "train_micro_batch_size_per_gpu": "batch.micro_batch",
-    "gradient_accumulation_steps": "batch (derived)",
-    "optimizer": "optim",
-    "scheduler": "optim.schedule",
-    "gradient_clipping": "optim.clip and optim.clip_rule",
-    "fp16": "precision",
-    "bf16": "precision",
-    "torch_autocast": "precision",
-    "amp": "precision",
-    "tensorboard": "log.tensorboard",
-    "wandb": "log.wandb",
-    "csv_monitor": "log",
-}
+# DeepSpeed's JSON (what it may hold: deepspeed_json.py)
 
 
 def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
@@ -204,33 +158,3 @@ def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
             f"compile = true does not go with stage 3 of {config.deepspeed}: its hooks gather parameters in "
             "the midst of compiled blocks; use compile = false, or stage 2"
         )
-
-
-def load_deepspeed(path: str | Path) -> dict[str, Any]:
-    """DeepSpeed's JSON: known top-level keys only, nothing that the run decides. Raises ConfigError."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"deepspeed = {path}: {error.strerror or error}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    for key in raw:
-        if key in RUN_DECIDES:
-            raise ConfigError(f"{path}: {key} is decided by the run: remove it and set {RUN_DECIDES[key]}")
-        if key not in DEEPSPEED_KEYS:
-            raise ConfigError(
-                f"{path}: unknown top-level key {key!r}{nearest(key, [*DEEPSPEED_KEYS, *RUN_DECIDES])}"
-            )
-    zero = raw.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage = {stage!r} must be 0, 1, 2 or 3")
-    for part, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = zero.get(part, {}).get("device", "none")
-        if device not in ("none", "cpu"):
-            raise ConfigError(f"{path}: zero_optimization.{part}.device = {device!r}: use cpu or none")
-        if device == "cpu" and stage < lowest:
-            raise ConfigError(f"{path}: {part} to cpu needs stage {lowest} or more, got stage {stage}")
-    return raw

@@ -380,7 +380,7 @@ def build(
 
     `lm` is equal on all ranks: fp32 on the CPU; or on the meta device with the `values` of its parameters,
     which are then placed one by one (init_weights.py). `json`: the checked content of the run's DeepSpeed
-    file (validate.load_deepspeed). Raises ConfigError where the global batch does not divide over the ranks.
+    file (config/deepspeed_json.py). Raises ConfigError where the global batch does not divide over the ranks.
     """
     import deepspeed
 
