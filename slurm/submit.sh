@@ -71,8 +71,8 @@ for setting in "$@"; do
   [[ $setting != run.dir=* ]] || refuse "give the run directory by --run and not by run.dir="
 done
 name=$(basename "${config%.*}")
-run=$(realpath -m "${run:-runs/$name}")
-data=$(realpath -m "${data:-data/$name}")
+run=$(realpath -m -- "${run:-runs/$name}")
+data=$(realpath -m -- "${data:-data/$name}")
 [ -n "$stages" ] || stages=${inputs:+pack,}train,export,evaluate
 for stage in ${stages//,/ }; do
   [[ $stage =~ ^(pack|train|export|evaluate)$ ]] || refuse "unknown stage '$stage'; there are pack, train, export, evaluate"

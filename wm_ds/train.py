@@ -147,7 +147,6 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         keep_every=config.checkpoint.keep_every or 0,
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
-        say=log.info,
     )
     found = checkpoints.choose()
     if found is None and config.checkpoint.resume is not None:

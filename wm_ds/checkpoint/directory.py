@@ -10,6 +10,7 @@ moment a kill hits, the newest directory with a final name loads. Files and dire
 order. Everything here is done by rank 0 alone.
 """
 
+import logging
 import re
 import secrets
 import shutil
@@ -27,6 +28,7 @@ from wm_ds.checkpoint.format import (
     sync_directory,
 )
 
+log = logging.getLogger(__name__)
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"step_\d{8,}\.(partial|doomed)-\w+")
@@ -83,7 +85,7 @@ def describe(run_dir: str | Path) -> str:
     return f"there are: {', '.join(names)} in {checkpoints_dir(run_dir)}"
 
 
-def find_latest(run_dir: str | Path, say: Callable[[str], None] = print) -> Path | None:
+def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> Path | None:
     """The checkpoint to resume from, None for a start at step 0; tells by `say` what it skipped.
 
     That is the newest complete one: the one that `latest` names, or a later one that was complete when a kill

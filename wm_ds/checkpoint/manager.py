@@ -7,6 +7,7 @@ are the same code. Files: format.py; directories: directory.py; what is where in
 DeepSpeed: engine_state.py and optim/partition.py.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ from wm_ds.checkpoint.layout_proof import prove
 from wm_ds.checkpoint.writer import Saved, Writer
 from wm_ds.distributed.host_group import Agreement, RankError
 from wm_ds.run.attempt import Attempt
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "CheckpointError",
@@ -74,7 +77,7 @@ class Checkpoints:
         background: bool = True,
         timeout_s: float = 600.0,
         attempt: Attempt | None = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}, must be 1 or more")

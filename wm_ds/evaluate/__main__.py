@@ -11,10 +11,11 @@ failed (the others' scores are printed and written), 2 refused (the message says
 
 import argparse
 import json
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from wm_ds.checkpoint.format import CheckpointError
 from wm_ds.config.schema import ConfigError
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
+from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import SetupError, World
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.model import Converged, Schedule
 from wm_ds.trained import has_passes
 
+log = logging.getLogger("wm_ds.evaluate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -75,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default float32")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
+    terminal.start("stderr")  # standard output is the table alone
     try:
         if options.command == "perplexity":
             world = process_group.init() if process_group.launch_size()[2] > 1 else alone()
@@ -89,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
             world = alone()
             report, text = evaluate_tasks(options, world)
     except REFUSED as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error("error: %s", error)
         return 2
     if world.is_main:
         print(text)
@@ -99,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     process_group.shutdown()
     failed = report.get("errors", {})
     for name, message in failed.items():
-        print(f"error: task {name} failed: {message}", file=sys.stderr)
+        log.error("error: task %s failed: %s", name, message)
     return 1 if failed else 0
 
 
@@ -141,9 +145,8 @@ def evaluate_perplexity(options: argparse.Namespace, world: World) -> dict[str, 
         "unigram_entropy": unigram_entropy(rows),
         "rows": [],
     }
-    say = _progress(world)
     for name, schedule, some in schedules(model.config, options, rows.seq_len, count):
-        say(f"{name} …")
+        log.info("%s …", name)
         start = time.perf_counter()
         batches = evaluation_batches(rows, world.rank, world.size, options.batch, some)
         loss, tokens = mean_loss(model, batches, schedule, world.device)
@@ -259,7 +262,7 @@ def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str,
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_dir(), trust_remote_code=True)
         lm = harness.ScheduledLM(model, tokenizer, batch_size=options.batch, schedule=schedule)
         described = "one causal pass" if schedule is None else name_of(schedule)
-        print(f"scoring {source.path}: {described}, {options.dtype}", file=sys.stderr, flush=True)
+        log.info("scoring %s: %s, %s", source.path, described, options.dtype)
         scores = harness.run(lm, tasks, data=options.data, limit=options.limit)
     except harness.HarnessError as error:
         raise EvaluationError(str(error)) from None
@@ -295,11 +298,6 @@ def table(report: dict[str, Any]) -> str:
         )
     lines.append(f"unigram entropy of the whole split: {report['unigram_entropy']:.4f} nats")
     return "\n".join(lines)
-
-
-def _progress(world: World) -> Callable[[str], None]:
-    """Lines on stderr from the first rank, so that standard output is the table alone."""
-    return lambda text: print(text, file=sys.stderr, flush=True) if world.is_main else None
 
 
 if __name__ == "__main__":

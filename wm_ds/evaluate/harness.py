@@ -17,6 +17,7 @@ Shapes: B requests, T tokens, C continuation tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -42,6 +43,7 @@ from tqdm import tqdm
 from wm_ds.model import Converged, Schedule
 
 # The paper's suite (§4.3) and the split that each task is scored on.
+log = logging.getLogger(__name__)
 PAPER = {
     "lambada_openai": "test",
     "wikitext": "test",
@@ -133,7 +135,7 @@ class ScheduledLM(HFLM):
             self.scored += len(windows)
             if time.monotonic() - self.said > 30:
                 self.said = time.monotonic()
-                print(f"{BAR}: {self.scored} windows", file=sys.stderr, flush=True)
+                log.info("%s: %d windows", BAR, self.scored)
         for start in range(0, len(windows), size):
             chunk = windows[start : start + size]
             hidden_BTD = self.hidden([context + continuation for _, context, continuation in chunk])
