@@ -108,7 +108,9 @@ MAY_IMPORT = {
     "trained": {"checkpoint", "config", "data", "families", "run"},
     "metrics": {"config", "distributed", "engine", "plan", "run"},
     "export": {"checkpoint", "families", "files", "model", "packing", "trained"},
-    "evaluate": {"config", "checkpoint", "data", "distributed", "engine", "families", "model", "trained"},
+    "evaluate": {
+        *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
+    },
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),
         *("run", "engine", "checkpoint", "plan", "metrics"),

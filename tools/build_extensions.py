@@ -1,19 +1,25 @@
 """Compile what DeepSpeed needs on a machine without a GPU before any run waits for it (`make install`)."""
 
+import argparse
 import sys
 
 from wm_ds.distributed import deepspeed_env, process_group
+from wm_ds.errors import run_cli
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Compile, where there is something to compile."""
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)
     if process_group.pick_device(local_rank=0)[0].type == "cuda":
         return
     print("compiling DeepSpeed's CPU helper (once, up to a minute)", flush=True)
-    try:
-        deepspeed_env.build_cpu_helper()
-    except deepspeed_env.SetupError as error:
-        sys.exit(f"error: {error}")
+    deepspeed_env.build_cpu_helper()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,21 +7,24 @@ built from the checkpoint's fp32 masters in the folder's dtype.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
 
 from wm_ds import trained
-from wm_ds.checkpoint.format import CheckpointError
-from wm_ds.config.schema import ConfigError
-from wm_ds.data.shards import ShardError
+from wm_ds.errors import run_cli
 from wm_ds.export import standalone
 from wm_ds.export.export import TOLERANCE, ExportError, load_apart
+from wm_ds.files import write_json
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,16 +36,13 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=40, help="to add to each prompt (default 40)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
-    args = parser.parse_args()
-    try:
-        folder = trained.find(args.folder)
-        if folder.run_dir is not None:
-            raise ExportError(f"{args.folder} is not an exported folder")
-        result = compare(folder, args)
-    except (ExportError, trained.TrainedError, CheckpointError, ConfigError, ShardError) as error:
-        sys.exit(f"error: {error}")
+    args = parser.parse_args(argv)
+    folder = trained.find(args.folder)
+    if folder.run_dir is not None:
+        raise ExportError(f"{args.folder} is not an exported folder")
+    result = compare(folder, args)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        write_json(args.json, result, indent=2, ascii=False)
 
 
 def compare(folder: trained.Trained, args: argparse.Namespace) -> dict:
@@ -73,4 +73,4 @@ def compare(folder: trained.Trained, args: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -38,7 +38,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from wm_ds.config.load import load
-from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.schema import Config
+from wm_ds.errors import run_cli
 from wm_ds.families import build_model, model_config
 from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
 from wm_ds.model.modeling import CACHE_FIELD
@@ -241,6 +242,11 @@ def table(reports: list[Report]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="FLOPs per token of a run's model, counted on meta tensors.")
     parser.add_argument("configs", nargs="*", help="runs to count; default: the paper's models in configs/")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default %(default)s)")
@@ -255,13 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in [path for path in paths if not path.exists()]:
             print(f"note: {path.name} is not in configs/, left out", file=sys.stderr)
             paths.remove(path)
-    try:
-        reports = [
-            report(path.stem, on_meta(load(path), arguments.length), arguments.length) for path in paths
-        ]
-    except (ConfigError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    reports = [report(path.stem, on_meta(load(path), arguments.length), arguments.length) for path in paths]
     print(json.dumps([asdict(item) for item in reports], indent=2) if arguments.json else table(reports))
     return 0
 

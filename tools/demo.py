@@ -21,6 +21,8 @@ import psutil
 
 from tools.plot_run import place, series, sketch
 from wm_ds.config import load as configuration
+from wm_ds.errors import WmError, run_cli
+from wm_ds.files import write_json
 from wm_ds.trained import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +35,10 @@ RANKS = 2
 AFTER_TRAINING = [ROOT / "wm_ds" / name for name in ("evaluate", "export", "trained.py")]
 # Nothing that ignores context can be better than the unigram entropy; to have learned is to be well below.
 MARGIN = 0.5
+
+
+class DemoError(WmError):
+    """The demo cannot go on."""
 
 
 class Demo:
@@ -69,15 +75,15 @@ class Demo:
         self.state[name] = {"key": self.key, "seconds": round(time.monotonic() - self.begun, 1), **facts}
         self.state["peak_bytes"] = max(self.peak, self.state.get("peak_bytes", 0))
         DATA.mkdir(parents=True, exist_ok=True)
-        STATE.write_text(json.dumps(self.state, indent=2) + "\n")
+        write_json(STATE, self.state, indent=2)
 
     def run(self, *command: object, **environment: str) -> None:
         """Run a command of the project; stop here if it fails (it has said why)."""
         process = self.start(*command, **environment)
         self.wait(process)
         if process.returncode:
-            sys.exit(
-                f"error: the demo stopped in step {self.number}, see above; `make demo` goes on from here"
+            raise DemoError(
+                f"the demo stopped in step {self.number}, see above; `make demo` goes on from here"
             )
 
     def start(self, *command: object, **environment: str) -> subprocess.Popen:
@@ -97,10 +103,15 @@ class Demo:
                 time.sleep(0.5)
         except KeyboardInterrupt:
             process.wait()
-            sys.exit("\nerror: interrupted; `make demo` goes on from here")
+            raise
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv, interrupted="interrupted; `make demo` goes on from here")
+
+
+def run(_: list[str] | None = None) -> None:
     os.chdir(ROOT)
     demo = Demo()
     source = prepare_text(demo)
@@ -117,7 +128,7 @@ def prepare_text(demo: Demo) -> Path:
     if own:
         source = Path(own).absolute()
         if not source.exists():
-            sys.exit(f"error: DEMO_TEXT={own} does not exist")
+            raise DemoError(f"DEMO_TEXT={own} does not exist")
         files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
         demo.step("text", [], *(p.read_bytes() for p in files))
         size = sum(p.stat().st_size for p in files) / 1e6
@@ -152,7 +163,7 @@ def train(demo: Demo, steps: int) -> None:
         shutil.rmtree(RUN, ignore_errors=True)
         demo.state.pop("training", None)
         demo.state["training begun"] = demo.key
-        STATE.write_text(json.dumps(demo.state, indent=2) + "\n")
+        write_json(STATE, demo.state, indent=2)
     environment = _threads()
     launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
     launch += ["-m", "wm_ds.train", CONFIG]
@@ -168,13 +179,13 @@ def train(demo: Demo, steps: int) -> None:
                 rank.send_signal(signal.SIGTERM)
             demo.wait(process)
         if process.returncode or not (RUN / "stopped").is_file():
-            sys.exit("error: the training did not stop as asked, see above")
+            raise DemoError("the training did not stop as asked, see above")
         at = json.loads((RUN / "stopped").read_text())["step"]
         print(f"--- stopped and saved at step {at}; the same command again resumes it", flush=True)
         demo.state["stopped at"] = at
     demo.run(*launch, **environment)
     if not (RUN / "done").is_file():
-        sys.exit("error: the training ended without finishing, see above")
+        raise DemoError("the training ended without finishing, see above")
     demo.done("training")
 
 
@@ -257,7 +268,7 @@ def summary(demo: Demo, settings: configuration.Config) -> None:
         words = " / ".join(line.strip() for line in text.splitlines() if line.strip())
         print(f"{'prompt':>11}  {words[:100]}")
     if not held_out < entropy - MARGIN:
-        sys.exit(f"error: {held_out:.3f} held out is not clearly below the unigram entropy {entropy:.3f}")
+        raise DemoError(f"{held_out:.3f} held out is not clearly below the unigram entropy {entropy:.3f}")
 
 
 # -- helpers -----------------------------------------------------------------------------------------------
@@ -309,4 +320,4 @@ def _threads() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,13 +15,16 @@ import time
 from pathlib import Path
 
 from wm_ds import trained
-from wm_ds.checkpoint.format import CheckpointError
-from wm_ds.config.schema import ConfigError
-from wm_ds.data.shards import ShardError
+from wm_ds.errors import run_cli
 from wm_ds.export.export import DTYPES, ExportError, export, parse_size
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,25 +46,20 @@ def main() -> None:
         "--push-to-hub", metavar="NAME", help="also upload the folder to this repository of the Hub"
     )
     parser.add_argument("--private", action="store_true", help="create that repository as a private one")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     start = time.monotonic()
-    try:
-        size = parse_size(args.max_shard_size)
-        source = trained.find(args.source, args.step)
-        if source.run_dir is None:
-            raise ExportError(f"{args.source} is an exported folder already")
-        if args.tokenizer is not None:
-            source = dataclasses.replace(source, tokenizer=args.tokenizer)
-        hub = Hub(args.push_to_hub, args.private) if args.push_to_hub else None
-        if hub is not None:
-            hub.check()
-        folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size, say=say)
-        if hub is not None:
-            hub.push(folder)
-    except (ExportError, trained.TrainedError, CheckpointError, ConfigError, ShardError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {error.filename or args.output}: {error.strerror or error}")
+    size = parse_size(args.max_shard_size)
+    source = trained.find(args.source, args.step)
+    if source.run_dir is None:
+        raise ExportError(f"{args.source} is an exported folder already")
+    if args.tokenizer is not None:
+        source = dataclasses.replace(source, tokenizer=args.tokenizer)
+    hub = Hub(args.push_to_hub, args.private) if args.push_to_hub else None
+    if hub is not None:
+        hub.check()
+    folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size, say=say)
+    if hub is not None:
+        hub.push(folder)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.monotonic() - start
     say(f"exported step {source.step} to {folder} in {seconds:.0f} s, {peak / 1e9:.2f} GB peak")
@@ -112,4 +110,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

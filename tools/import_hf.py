@@ -20,33 +20,35 @@ from wm_ds.checkpoint import format as files
 from wm_ds.checkpoint import rng
 from wm_ds.checkpoint.directory import checkpoints_dir, list_checkpoints, publish, step_name
 from wm_ds.config import load as configuration
-from wm_ds.config.schema import ConfigError
-from wm_ds.data.shards import ShardError
 from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.errors import WmError, run_cli
 from wm_ds.export.export import read_weights
+from wm_ds.files import write_atomically
 from wm_ds.optim.muon import STATE as STATE_OF_RULE
 
 NOT_TRAINED = {"steps": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
 NO_LOSS_YET = {"loss_mean": 0.0, "loss_var": 0.0, "loss_count": 0, "updates": 0}
 
 
-class ImportFailed(RuntimeError):
+class ImportFailed(WmError, RuntimeError):
     """The folder cannot become this run; the message is one line."""
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("config", help="the run's YAML")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    args = parser.parse_args()
-    try:
-        config = configuration.load(args.config, args.overrides)
-        path = import_folder(args.folder, config)
-    except (ImportFailed, trained.TrainedError, files.CheckpointError, ConfigError, ShardError) as error:
-        sys.exit(f"error: {error}")
+    args = parser.parse_args(argv)
+    config = configuration.load(args.config, args.overrides)
+    path = import_folder(args.folder, config)
     print(f"{path}: weights of {args.folder}; train with the same configuration to go on from there")
 
 
@@ -60,7 +62,7 @@ def import_folder(folder: Path, config: configuration.Config) -> Path:
     if list_checkpoints(run):
         raise ImportFailed(f"{run} has checkpoints already; give another run.dir")
     run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text(configuration.dump(config))
+    write_atomically(run / "config.yaml", configuration.dump(config))
     target = trained.Trained(run, run)
     model = target.on_meta()
     if kind != model.config.model_type:
@@ -111,4 +113,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

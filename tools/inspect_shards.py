@@ -11,6 +11,7 @@ python tools/inspect_shards.py DIR --histogram --png lengths.png
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,16 @@ from typing import Any
 import numpy as np
 
 from wm_ds.data import shards
+from wm_ds.errors import run_cli
+from wm_ds.files import write_atomically
 from wm_ds.packing.plan import TOKENIZER
 from wm_ds.packing.progress import Progress
-from wm_ds.packing.tokenizer import TokenizerError, open_decoder
+from wm_ds.packing.tokenizer import open_decoder
 
 _BAR = 50  # characters of the longest bar
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,35 +193,37 @@ def histogram_picture(counts: np.ndarray, edges: np.ndarray, path: Path) -> None
     axes.set_xticks(range(counts.size), [f"{low:,}" for low in edges[:-1].tolist()], rotation=45)
     axes.set_xlabel("tokens from this length to the next (EOS included)")
     axes.set_ylabel("documents")
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
     pyplot.close(figure)
+    write_atomically(path, picture.getvalue())
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    try:
-        manifest = shards.load_manifest(args.folder)
-        asked = args.documents or args.sequence is not None or args.histogram or args.png
-        if not asked or args.verify:
-            print(summary(args.folder, manifest))
-        if args.verify:
-            print(verify(args.folder, manifest))
-        for line in show_documents(args.folder, manifest, args.documents, args.characters):
+    manifest = shards.load_manifest(args.folder)
+    asked = args.documents or args.sequence is not None or args.histogram or args.png
+    if not asked or args.verify:
+        print(summary(args.folder, manifest))
+    if args.verify:
+        print(verify(args.folder, manifest))
+    for line in show_documents(args.folder, manifest, args.documents, args.characters):
+        print(line)
+    if args.sequence is not None:
+        for line in show_sequence(args.folder, args.split, args.sequence, args.characters):
             print(line)
-        if args.sequence is not None:
-            for line in show_sequence(args.folder, args.split, args.sequence, args.characters):
-                print(line)
-        if args.histogram or args.png:
-            counts, edges = length_histogram(args.folder, manifest)
-            if args.histogram:
-                print(histogram_text(counts, edges))
-            if args.png:
-                histogram_picture(counts, edges, args.png)
-    except (shards.ShardError, TokenizerError, OSError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        return 1
-    return 0
+    if args.histogram or args.png:
+        counts, edges = length_histogram(args.folder, manifest)
+        if args.histogram:
+            print(histogram_text(counts, edges))
+        if args.png:
+            histogram_picture(counts, edges, args.png)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,7 +12,7 @@ FLOPs are counted on the meta device, without the head; attention counts as half
 """
 
 import argparse
-import json
+import io
 import math
 import sys
 import time
@@ -24,15 +24,19 @@ import torch
 
 from tools.count_flops import Account, count, forward
 from wm_ds import trained
-from wm_ds.checkpoint.format import CheckpointError
-from wm_ds.config.schema import ConfigError
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
-from wm_ds.data.shards import ShardError
+from wm_ds.errors import run_cli
 from wm_ds.evaluate import __main__ as evaluate
+from wm_ds.files import write_atomically, write_json
 from wm_ds.model import Schedule
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,22 +51,11 @@ def main() -> None:
     parser.add_argument("--max-passes", type=int, default=16, help="give up after so many (default 16)")
     parser.add_argument("--within", type=float, default=0.01, help="of exact perplexity (default 0.01)")
     parser.add_argument("--output", type=Path, default=Path("convergence"), help="path without its ending")
-    args = parser.parse_args()
-    try:
-        report = measure(args)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-        draw(report, args.output.with_suffix(".png"))
-    except (
-        evaluate.EvaluationError,
-        trained.TrainedError,
-        CheckpointError,
-        ConfigError,
-        ShardError,
-    ) as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}")
+    args = parser.parse_args(argv)
+    report = measure(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(args.output.with_suffix(".json"), report, indent=2)
+    draw(report, args.output.with_suffix(".png"))
     print(table(report))
     print(f"{args.output.with_suffix('.json')} {args.output.with_suffix('.png')}")
 
@@ -244,9 +237,11 @@ def draw(report: dict[str, Any], output: Path) -> None:
         axis.grid(alpha=0.25)
     figure.legend(*left.get_legend_handles_labels(), fontsize=6, loc="center right")
     figure.tight_layout(rect=(0, 0, 0.82, 1))
-    figure.savefig(output, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
     pyplot.close(figure)
+    write_atomically(output, picture.getvalue())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wm_ds.data import shards
+from wm_ds.errors import run_cli
 from wm_ds.packing import unit
-from wm_ds.packing.inputs import InputError, find_inputs
+from wm_ds.packing.inputs import find_inputs
 from wm_ds.packing.manifest import merge
 from wm_ds.packing.plan import PackError, Settings, make_plan
 from wm_ds.packing.progress import Progress
-from wm_ds.packing.tokenizer import TokenizerError, open_tokenizer
+from wm_ds.packing.tokenizer import open_tokenizer
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -196,28 +196,26 @@ def summary(manifest: dict[str, Any], output: Path) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
-    try:
-        if argv[:1] == ["merge"]:
-            args = merge_arguments(argv[1:])
-            manifest = run_merge(args)
-        else:
-            args = arguments(argv)
-            manifest = run_pack(args)
-    except (PackError, InputError, TokenizerError, shards.ShardError, OSError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv, interrupted="interrupted; run the same command again to go on")
+
+
+def run(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["merge"]:
+        args = merge_arguments(argv[1:])
+        manifest = run_merge(args)
+    else:
+        args = arguments(argv)
+        manifest = run_pack(args)
     if manifest is not None:
         if args.json:
             chosen = {name: value for name, value in manifest.items() if name not in ("shards", "inputs")}
             print(json.dumps({"output": str(args.output), **chosen}))
         else:
             print(summary(manifest, args.output))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -31,8 +31,9 @@ from transformers.initialization import no_init_weights
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.engine.deepspeed_config import table_for
+from wm_ds.errors import run_cli
 from wm_ds.families import model_class, model_config
-from wm_ds.optim.param_rules import OptimizerError, Row
+from wm_ds.optim.param_rules import Row
 from wm_ds.plan.memory import GIB, RESERVE, Plan, plans
 
 VOCABULARY = 151_936  # Qwen3's, where neither the run nor --vocabulary says
@@ -45,6 +46,11 @@ SHORT = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 where nothing fits, 2 where the question was refused."""
+    return run_cli(run, argv, refused=2)
+
+
+def run(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Predicted peak memory per GPU for every way to run a configuration."
     )
@@ -65,26 +71,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="also list what does not fit")
     parser.add_argument("--json", action="store_true", help="everything as JSON, in bytes")
     options = parser.parse_intermixed_args(argv)
-    try:
-        for name in ("gpus", "nodes", "gpu_memory", "host_memory"):
-            value = getattr(options, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
-        if options.gpus % options.nodes:
-            raise ConfigError(f"--gpus {options.gpus} do not divide over --nodes {options.nodes}")
-        config = load(options.config, options.overrides)
-        if config.batch.global_batch % config.data_ranks(options.gpus):
-            config.batch.model_copy(update={"micro_batch": 1}).accumulation(config.data_ranks(options.gpus))
-        length, vocabulary = sizes(config, options.length, options.vocabulary)
-        hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
-        with torch.device("meta"), no_init_weights():
-            lm = model_class(hf)(hf)
-            lm.tie_weights()
-        rows = table_for(config, lm)
-        found = list(plans(config, hf, rows, length, options.gpus))
-    except (ConfigError, OptimizerError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for name in ("gpus", "nodes", "gpu_memory", "host_memory"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
+    if options.gpus % options.nodes:
+        raise ConfigError(f"--gpus {options.gpus} do not divide over --nodes {options.nodes}")
+    config = load(options.config, options.overrides)
+    if config.batch.global_batch % config.data_ranks(options.gpus):
+        config.batch.model_copy(update={"micro_batch": 1}).accumulation(config.data_ranks(options.gpus))
+    length, vocabulary = sizes(config, options.length, options.vocabulary)
+    hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
+    with torch.device("meta"), no_init_weights():
+        lm = model_class(hf)(hf)
+        lm.tie_weights()
+    rows = table_for(config, lm)
+    found = list(plans(config, hf, rows, length, options.gpus))
     host = math.inf if options.host_memory is None else options.host_memory * 1e9
     room = Room(options.gpu_memory * 1e9 * (1 - RESERVE), host, options.gpus // options.nodes)
     best = recommend(found, room, length // config.sequence_parallel, options.nodes)

@@ -8,18 +8,30 @@ because a run was killed after its last checkpoint, are drawn once, as the later
 """
 
 import argparse
+import io
 import math
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from wm_ds.errors import WmError, run_cli
+from wm_ds.files import write_atomically
 from wm_ds.trained import read_metrics
 
 Rows = list[dict[str, Any]]
 
 
-def main() -> None:
+class PlotError(WmError):
+    """A run that cannot be drawn."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,19 +39,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="PNG to write (default RUN/curves.png of the first run)")
     parser.add_argument("--x", choices=("tokens", "step"), default="tokens")
     parser.add_argument("--text", action="store_true", help="also sketch the loss on the terminal")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     runs = {}
-    for run in args.runs:
-        rows = read_metrics(run / "metrics.jsonl")
+    for folder in args.runs:
+        rows = read_metrics(folder / "metrics.jsonl")
         if not [row for row in rows if "loss" in row]:
-            sys.exit(f"error: {run / 'metrics.jsonl'} is missing or has no step yet")
-        name = run.name if len({r.name for r in args.runs}) == len(args.runs) else str(run)
+            raise PlotError(f"{folder / 'metrics.jsonl'} is missing or has no step yet")
+        name = folder.name if len({r.name for r in args.runs}) == len(args.runs) else str(folder)
         runs[name] = place(rows)
     output = args.output or args.runs[0] / "curves.png"
-    try:
-        draw(runs, args.x, output)
-    except OSError as error:
-        sys.exit(f"error: {output}: {error.strerror}")
+    draw(runs, args.x, output)
     if args.text:
         for name, rows in runs.items():
             print(sketch(series(rows, "loss", args.x), f"training loss of {name} over {args.x}"))
@@ -121,8 +130,10 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
     figure.tight_layout()
-    figure.savefig(output, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
     pyplot.close(figure)
+    write_atomically(output, picture.getvalue())
 
 
 def sketch(points: list[tuple[float, float]], title: str, width: int = 64, height: int = 10) -> str:
@@ -148,4 +159,4 @@ def sketch(points: list[tuple[float, float]], title: str, width: int = 64, heigh
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

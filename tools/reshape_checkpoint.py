@@ -43,11 +43,12 @@ from wm_ds.checkpoint.format import (
     Reader,
     State,
     read_manifest,
-    replace_file,
     verify,
     write_file,
     write_fragments,
 )
+from wm_ds.errors import run_cli
+from wm_ds.files import write_atomically
 
 
 def tell(line: str) -> None:
@@ -111,7 +112,7 @@ def rewind(run_dir: Path, step: int) -> int:
             aside = newer.path.with_name(f"set_aside_{newer.path.name}")
             newer.path.rename(aside)
             tell(f"{newer.path.name} is now {aside.name}")
-    replace_file(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n".encode())
+    write_atomically(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n")
     print(f"the run resumes from {target}")
     return 0
 
@@ -191,6 +192,11 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,19 +212,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--ranks and --out go together")
     if options.ranks is not None and options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}, must be 1 or more")
-    try:
-        if not options.path.exists():
-            raise CheckpointError(f"{options.path} does not exist")
-        if options.list:
-            return list_all(options.path)
-        if options.verify:
-            return verify_all(options.path)
-        if options.rewind is not None:
-            return rewind(options.path, options.rewind)
-        return reshape(checkpoint_at(options.path), options.out, options.ranks)
-    except (CheckpointError, OSError) as error:
-        tell(f"error: {error}")
-        return 1
+    if not options.path.exists():
+        raise CheckpointError(f"{options.path} does not exist")
+    if options.list:
+        return list_all(options.path)
+    if options.verify:
+        return verify_all(options.path)
+    if options.rewind is not None:
+        return rewind(options.path, options.rewind)
+    return reshape(checkpoint_at(options.path), options.out, options.ranks)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from wm_ds.errors import run_cli
 from wm_ds.packing import train_tokenizer
 from wm_ds.packing.documents import BLANK, PieceReader, Reading
 from wm_ds.packing.inputs import Input, InputError, cut, find_inputs
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,24 +61,24 @@ def read_texts(inputs: list[Input], reading: Reading, limit: int) -> Iterator[st
                     return
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, argv)
+
+
+def run(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     reading = Reading(args.text_field, args.txt_split)
-    try:
-        inputs = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
-        texts = list(read_texts(inputs, reading, args.max_bytes))
-        if not any(texts):
-            raise InputError("the inputs hold no text to train on")
-        model = train_tokenizer.train(texts, args.vocab_size, args.eos)
-        tokenizer = train_tokenizer.wrap(model, args.eos)
-        sample = [text[:20_000] for text in texts[:: max(1, len(texts) // 100)]]
-        measures = train_tokenizer.save(tokenizer, model, args.output, sample)
-    except (InputError, train_tokenizer.TrainingError, OSError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        return 1
+    inputs = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
+    texts = list(read_texts(inputs, reading, args.max_bytes))
+    if not any(texts):
+        raise InputError("the inputs hold no text to train on")
+    model = train_tokenizer.train(texts, args.vocab_size, args.eos)
+    tokenizer = train_tokenizer.wrap(model, args.eos)
+    sample = [text[:20_000] for text in texts[:: max(1, len(texts) // 100)]]
+    measures = train_tokenizer.save(tokenizer, model, args.output, sample)
     print(json.dumps({"tokenizer": str(args.output), **measures}))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

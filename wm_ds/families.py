@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
-from wm_ds.config.schema import Model
+from wm_ds.config.schema import ConfigError, Model
+from wm_ds.errors import one_line
 from wm_ds.model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
 
 
@@ -20,8 +21,16 @@ def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | N
     """The Hugging Face configuration of the run's model.
 
     `vocab_size` is the data's, used where the run does not set a larger one; `seq_len` becomes
-    max_position_embeddings; `eos_id` is what the packer put between documents.
+    max_position_embeddings; `eos_id` is what the packer put between documents. Raises ConfigError where the
+    model refuses a field.
     """
+    try:
+        return _model_config(model, vocab_size, seq_len, eos_id)
+    except ValueError as error:
+        raise ConfigError(f"model: {one_line(str(error))}") from None
+
+
+def _model_config(model: Model, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
     fields: dict[str, Any] = model.fields()
     fields.setdefault("vocab_size", vocab_size)
     fields.update(

@@ -32,6 +32,7 @@ from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.diagnostics import observe
 from wm_ds.engine.engine import Engine, TrainingFailed, build
 from wm_ds.engine.init_weights import Shell
+from wm_ds.errors import INTERRUPTED, run_cli
 from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
 from wm_ds.optim.param_rules import format_table
@@ -47,6 +48,11 @@ REFUSED = (ConfigError, SetupError, ShardError, LayoutError)
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, train, and return the exit code."""
+    return run_cli(command, arguments, refused=2)
+
+
+def command(arguments: list[str] | None = None) -> int:
+    """What main does, its errors as exceptions."""
     parser = argparse.ArgumentParser(
         prog="python -m wm_ds.train",
         description="Train a language model.",
@@ -73,23 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
     """What the command line asks for; the exit code."""
-    try:
-        config = configuration.load(options.config, options.overrides)
-        json = load_deepspeed(config.deepspeed)
-        validate.check_against_deepspeed(config, json)
-        check_sinks(config)
-        if options.dry_run:
-            from wm_ds.plan.dry_run import dry_run
+    config = configuration.load(options.config, options.overrides)
+    json = load_deepspeed(config.deepspeed)
+    validate.check_against_deepspeed(config, json)
+    check_sinks(config)
+    if options.dry_run:
+        from wm_ds.plan.dry_run import dry_run
 
-            print(dry_run(config, json, *open_data(config)))
-            return 0
-        # What the file and the launch contradict is refused before ranks meet and anything is built.
-        config.accumulation(process_group.launch_size()[2])
-        open_data(config)
-        world = process_group.init(config.run.timeout_minutes)
-    except REFUSED as error:
-        log.error("error: %s", error)
-        return 2
+        print(dry_run(config, json, *open_data(config)))
+        return 0
+    # What the file and the launch contradict is refused before ranks meet and anything is built.
+    config.accumulation(process_group.launch_size()[2])
+    open_data(config)
+    world = process_group.init(config.run.timeout_minutes)
     try:
         train(config, json, world, started, signals)
     except REFUSED as error:
@@ -100,6 +102,10 @@ def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
         if world.is_main:
             log.error("error: %s", error)
         return 1
+    except (Exception, KeyboardInterrupt) as error:
+        # No error of the command line: the watchdog notes it for the other ranks, and shows where it was.
+        sys.excepthook(type(error), error, error.__traceback__)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     process_group.shutdown()
     return 0
 

@@ -18,10 +18,11 @@ from wm_ds.checkpoint.directory import describe, find_latest, step_name
 from wm_ds.checkpoint.format import MANIFEST, WEIGHT, CheckpointError, Reader, read_manifest
 from wm_ds.config import load as run_config
 from wm_ds.data.shards import load_manifest
+from wm_ds.errors import WmError
 from wm_ds.families import CLASSES, model_config
 
 
-class TrainedError(RuntimeError):
+class TrainedError(WmError, RuntimeError):
     """No trained model is at the path, or something that belongs to it is missing; the text says what."""
 
 

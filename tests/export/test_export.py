@@ -364,5 +364,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 apples"])
 def test_bad_sizes(text):
-    with pytest.raises(ValueError, match="is not a size"):
+    with pytest.raises(export.ExportError, match="is not a size"):
         export.parse_size(text)

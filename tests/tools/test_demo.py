@@ -84,7 +84,7 @@ def test_own_text_that_is_missing_is_one_line(place):
 def test_failing_step_ends_the_demo(place, capsys):
     demo = demo_tool.Demo()
     demo.step("text", [])
-    with pytest.raises(SystemExit, match="the demo stopped in step 1"):
+    with pytest.raises(demo_tool.DemoError, match="the demo stopped in step 1"):
         demo.run("python", "-c", "raise SystemExit(3)")
     assert "python -c 'raise SystemExit(3)'" in capsys.readouterr().out
     assert demo_tool.Demo().state == {}

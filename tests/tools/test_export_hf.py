@@ -1,9 +1,10 @@
 """The export command: refusals in one line, uploads through the real client to a server on this machine."""
 
 import base64
+import contextlib
+import io
 import json
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,8 +15,6 @@ from transformers import AutoTokenizer
 from tests.support import exported
 from tools import export_hf
 from wm_ds.export import export
-
-TOOL = "tools/export_hf.py"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +28,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(export, "check", lambda *_: 0.0)
 
 
-def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
-    """In this process, for speed: SystemExit with a text is that text on stderr and exit status 1."""
+def test_bad_input_is_one_line(run, tmp_path, capsys):
     out = tmp_path / "out"
     other = exported.make_tokenizer(tmp_path / "other")
     settings = json.loads((other / "tokenizer.json").read_text())
@@ -58,10 +56,9 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         ((run, "--output", out, "--tokenizer", other), ["not the one that packed the data"]),
     ]
     for arguments, words in cases:
-        monkeypatch.setattr(sys, "argv", [TOOL, *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            export_hf.main()
-        result = subprocess.CompletedProcess(arguments, 1, stderr=exit.value.code)
+        capsys.readouterr()
+        code = export_hf.main([*map(str, arguments)])
+        result = subprocess.CompletedProcess(arguments, code, stderr=capsys.readouterr().err)
         exported.assert_one_line_error(result, *words)
     assert not out.exists()
     assert (occupied / "thesis.tex").exists()
@@ -115,12 +112,11 @@ def push(monkeypatch, run: Path, out: Path, address: str, token: str | None) -> 
 
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token=token or False))
     arguments = [str(run), "--output", str(out), "--push-to-hub", "me/model", "--private"]
-    monkeypatch.setattr(sys, "argv", [TOOL, *arguments])
-    try:
-        export_hf.main()
-    except SystemExit as exit:
-        return str(exit.code)
-    return ""
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        code = export_hf.main(arguments)
+    assert code == bool(stderr.getvalue())
+    return stderr.getvalue()
 
 
 def test_the_folder_is_uploaded(run, tmp_path, hub, unchecked, monkeypatch):

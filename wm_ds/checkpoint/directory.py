@@ -23,10 +23,9 @@ from wm_ds.checkpoint.format import (
     CheckpointError,
     Manifest,
     read_manifest,
-    replace_file,
     size_problem,
-    sync_directory,
 )
+from wm_ds.files import sync_directory, write_atomically
 
 log = logging.getLogger(__name__)
 LATEST = "latest"
@@ -190,7 +189,7 @@ def publish(
     problem = size_problem(partial, manifest)
     if problem is not None:
         raise CheckpointError(problem)
-    replace_file(partial / MANIFEST, manifest.to_json().encode())
+    write_atomically(partial / MANIFEST, manifest.to_json())
     fence()
     replaced = None
     if final.exists():  # a run that went back passes the same step again
@@ -198,7 +197,7 @@ def publish(
         replaced = final.rename(_doomed(final))
     partial.rename(final)
     sync_directory(folder)
-    replace_file(folder / LATEST, f"{final.name}\n".encode())
+    write_atomically(folder / LATEST, f"{final.name}\n")
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return final

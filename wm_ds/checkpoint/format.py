@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from wm_ds.errors import WmError
+from wm_ds.files import write_synced
+
 MANIFEST = "manifest.json"
 CLIENT = "client.json"
 FORMAT, VERSION = "wm_ds-checkpoint", 1
@@ -42,7 +45,7 @@ _SAFETENSORS_NAMES = {
 }
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(WmError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged or of another model; the text names it and the way out."""
 
 
@@ -157,30 +160,10 @@ def _sha256_of(body: dict) -> str:
 # -- writing ---------------------------------------------------------------------------------------------
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new files in `path` survive a power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_file(path: Path, data: bytes) -> dict[str, Any]:
     """Write and fsync; returns the file's record for the manifest."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(path, data)
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` by rename, so that a reader sees the old file or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    write_file(part, data)
-    os.replace(part, path)
-    sync_directory(path.parent)
 
 
 def write_json(path: Path, content: Any) -> dict[str, Any]:

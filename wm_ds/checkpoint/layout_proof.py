@@ -25,11 +25,12 @@ from torch import Tensor
 
 from wm_ds.checkpoint.engine_state import WEIGHT, EngineState, Share
 from wm_ds.distributed.host_group import Agreement
+from wm_ds.errors import WmError
 
 PIECE = 1 << 22  # elements that are compared at a time
 
 
-class LayoutError(RuntimeError):
+class LayoutError(WmError, RuntimeError):
     """Masters and parameters do not belong together: training would be silently wrong."""
 
 

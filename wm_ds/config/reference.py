@@ -5,6 +5,7 @@ The page is printed from schema.py, the declarations that runs are validated wit
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from wm_ds.config.schema import Config, Section, Unit
+from wm_ds.errors import run_cli
 
 INTRODUCTION = """\
 # Every key of a run
@@ -132,5 +134,10 @@ def _flat(metadata: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
         yield from item.metadata if isinstance(item, FieldInfo) else [item]
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Print the page."""
+    return run_cli(lambda _: print(page(), end=""), arguments)
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.exit(main())

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from wm_ds.errors import WmError
 
-class ConfigError(ValueError):
+
+class ConfigError(WmError, ValueError):
     """The run's description is wrong; the message names the field, the value and the remedy."""
 
 

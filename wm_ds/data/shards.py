@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,13 +29,16 @@ from typing import Any
 
 import numpy as np
 
+from wm_ds import files
+from wm_ds.errors import WmError
+
 FORMAT = "wm_ds.shards"
 VERSION = 1
 MANIFEST = "manifest.json"
 _ENDS_DTYPE = np.dtype("<i8")
 
 
-class ShardError(ValueError):
+class ShardError(WmError, ValueError):
     """Packed data is missing, damaged or does not fit what was asked of it."""
 
 
@@ -59,11 +61,6 @@ def shard_name(index: int) -> str:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def temporary(path: Path) -> Path:
-    """A name beside `path` that no other process uses; what is there under such a name was not published."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-
-
 def remove(path: Path) -> None:
     """Remove a file or folder; what is gone already is fine."""
     if path.is_dir():
@@ -72,28 +69,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` so that a reader sees the old file or the whole new one."""
-    part = temporary(path)
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _flush(path.parent)
+    """Write `value` to `path` as all JSON of packed data is written: whole, indented by one, ASCII."""
+    files.write_json(path, value, indent=1)
 
 
 class _HashedFile:
@@ -132,7 +110,7 @@ class ShardWriter:
         self.length = 0  # positions in the stream, filler included
         self.documents = 0
         self._root = root
-        self._folder = temporary(root / self.name)
+        self._folder = files.temporary(root / self.name)
         self._dtype = token_dtype(vocab_size)
         self._vocab_size, self._eos_id, self._filler_id, self._align = vocab_size, eos_id, filler_id, align
         self._folder.mkdir(parents=True)
@@ -197,7 +175,7 @@ class ShardWriter:
             if published != record:
                 raise
             return published
-        _flush(self._root)
+        files.sync_directory(self._root)
         return record
 
 

@@ -25,10 +25,12 @@ from pathlib import Path
 
 import torch
 
+from wm_ds.errors import WmError
+
 log = logging.getLogger(__name__)
 
 
-class SetupError(RuntimeError):
+class SetupError(WmError, RuntimeError):
     """The machine or the launch cannot run this; the message says what to change."""
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wm_ds.errors import WmError
 
-class RankError(RuntimeError):
+
+class RankError(WmError, RuntimeError):
     """Raised on every rank alike when at least one of them failed; the text names each that did."""
 
 

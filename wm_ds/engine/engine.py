@@ -45,6 +45,7 @@ from wm_ds.engine.deepspeed_config import deepspeed_config, sums_own_gradients, 
 from wm_ds.engine.init_weights import place
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.engine.sequence_parallel import SequenceShard
+from wm_ds.errors import WmError
 from wm_ds.model.shard import ALL, Shard
 from wm_ds.optim.learning_rate import learning_rate
 from wm_ds.optim.muon import MuonAdamW, Settings
@@ -55,7 +56,7 @@ SPIKE_MEMORY = 0.98  # of the running mean and variance of the loss: about the l
 SPIKE_WARMUP = 20  # steps before a spike can be told from the first fall of the loss
 
 
-class TrainingFailed(RuntimeError):
+class TrainingFailed(WmError, RuntimeError):
     """The run cannot go on: too many steps in a row were skipped. The last checkpoint is intact."""
 
 

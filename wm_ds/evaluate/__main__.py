@@ -10,7 +10,6 @@ failed (the others' scores are printed and written), 2 refused (the message says
 """
 
 import argparse
-import json
 import logging
 import math
 import sys
@@ -24,14 +23,13 @@ import torch
 from torch import Tensor
 
 from wm_ds import trained
-from wm_ds.checkpoint.format import CheckpointError
-from wm_ds.config.schema import ConfigError
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
-from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
-from wm_ds.distributed.process_group import SetupError, World
+from wm_ds.distributed.process_group import World
 from wm_ds.engine.loss import IGNORE, TokenLoss
+from wm_ds.errors import WmError, run_cli
+from wm_ds.files import write_json
 from wm_ds.model import Converged, Schedule
 from wm_ds.trained import has_passes
 
@@ -39,15 +37,16 @@ log = logging.getLogger("wm_ds.evaluate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class EvaluationError(ValueError):
+class EvaluationError(WmError, ValueError):
     """What was asked for cannot be evaluated; the message is one line."""
-
-
-REFUSED = (CheckpointError, ConfigError, EvaluationError, SetupError, ShardError, trained.TrainedError)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, evaluate, print; returns the exit code."""
+    return run_cli(run, arguments, refused=2)
+
+
+def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m wm_ds.evaluate", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("perplexity", help="held-out loss by number of passes")
@@ -79,27 +78,23 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
     terminal.start("stderr")  # standard output is the table alone
-    try:
-        if options.command == "perplexity":
-            world = process_group.init() if process_group.launch_size()[2] > 1 else alone()
-            report = evaluate_perplexity(options, world)
-            text = table(report)
-        else:
-            if process_group.launch_size()[2] > 1:
-                raise EvaluationError(
-                    "lm-eval runs as one process on one device: start it without torchrun or srun, or split "
-                    "--tasks over several such processes"
-                )
-            world = alone()
-            report, text = evaluate_tasks(options, world)
-    except REFUSED as error:
-        log.error("error: %s", error)
-        return 2
+    if options.command == "perplexity":
+        world = process_group.init() if process_group.launch_size()[2] > 1 else alone()
+        report = evaluate_perplexity(options, world)
+        text = table(report)
+    else:
+        if process_group.launch_size()[2] > 1:
+            raise EvaluationError(
+                "lm-eval runs as one process on one device: start it without torchrun or srun, or split "
+                "--tasks over several such processes"
+            )
+        world = alone()
+        report, text = evaluate_tasks(options, world)
     if world.is_main:
         print(text)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_json(options.json, report, indent=2)
     process_group.shutdown()
     failed = report.get("errors", {})
     for name, message in failed.items():
@@ -116,7 +111,7 @@ def alone() -> World:
 
 
 def evaluate_perplexity(options: argparse.Namespace, world: World) -> dict[str, Any]:
-    """All rows of the table, as data. Raises one of REFUSED."""
+    """All rows of the table, as data. Raises WmError."""
     for name in ("batch", "sequences", "passes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise EvaluationError(f"--{name} {getattr(options, name)} must be at least 1")
@@ -243,7 +238,7 @@ def unigram_entropy(rows: PackedSequences) -> float:
 
 
 def evaluate_tasks(options: argparse.Namespace, world: World) -> tuple[dict[str, Any], str]:
-    """(results as data, as text) of downstream tasks. Raises one of REFUSED."""
+    """(results as data, as text) of downstream tasks. Raises WmError."""
     from transformers import AutoTokenizer
 
     from wm_ds.evaluate import harness  # here, because the harness takes seconds to import

@@ -40,6 +40,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
+from wm_ds.errors import WmError
 from wm_ds.model import Converged, Schedule
 
 # The paper's suite (§4.3) and the split that each task is scored on.
@@ -62,7 +63,7 @@ ANSWER_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion
 SEEDS = (0, 1234, 1234)  # of random, NumPy and torch, as the harness's own command sets them
 
 
-class HarnessError(ValueError):
+class HarnessError(WmError, ValueError):
     """A task or its local data cannot be used; the message is one line."""
 
 

@@ -34,9 +34,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from wm_ds import model as model_package
-from wm_ds.checkpoint.format import Reader, sync_directory, verify
+from wm_ds.checkpoint.format import Reader, verify
 from wm_ds.export import model_card, standalone
 from wm_ds.export.tokenizer import ExportError, agree_on_ids, copy_tokenizer
+from wm_ds.files import give_usual_mode, sync_directory
 from wm_ds.trained import CLASSES, Trained, TrainedError
 
 PROVENANCE = "export.json"
@@ -152,7 +153,7 @@ def write_weights(
         say(f"writing {shard.file} ({number + 1}/{len(shards)}, {shard.size / 1e6:.1f} MB)")
         tensors = {name: reader.tensor(name, dtype=dtype) for name in shard.names}
         save_file(tensors, folder / shard.file, metadata={"format": "pt"})
-        (folder / shard.file).chmod(0o644)  # the library keeps them to their owner
+        give_usual_mode(folder / shard.file)  # the library keeps them to their owner
         del tensors
     if len(shards) > 1:
         index = {
@@ -320,10 +321,10 @@ def _publish(part: Path, output: Path) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "200MB", "64KB" (powers of ten) or a plain number. Raises ValueError."""
+    """Bytes of "5GB", "200MB", "64KB" (powers of ten) or a plain number. Raises ExportError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if not match or float(match.group(1)) <= 0:
-        raise ValueError(f"{text!r} is not a size; write for example 5GB or 200MB")
+        raise ExportError(f"{text!r} is not a size; write for example 5GB or 200MB")
     return int(float(match.group(1)) * 1000 ** " KMGT".index(match.group(2).upper() or " "))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from wm_ds.errors import WmError
 from wm_ds.packing.tokenizer import TokenizerSpec, make_encoder, open_tokenizer
 
 TOKENIZER_FILES = (
@@ -26,7 +27,7 @@ TOKENIZER_FILES = (
 )
 
 
-class ExportError(RuntimeError):
+class ExportError(WmError, RuntimeError):
     """The export cannot be made or failed its check; the text says what is wrong and what to do."""
 
 

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wm_ds.errors import WmError
+
 # Every parameter of every model family, by the end of its name: (pattern, rule, decayed). "matrix" parameters
 # are [out, in] or [k, out, in]; for the rest only AdamW makes sense. Weight decay 0.1 of the paper is read
 # as: on all matrices, embeddings and head; not on gains (norms), biases and the dummy, whose zero is not a
@@ -32,7 +34,7 @@ RULES: tuple[tuple[str, str, bool], ...] = (
 )
 
 
-class OptimizerError(ValueError):
+class OptimizerError(WmError, ValueError):
     """The parameters do not fit the optimizer's rules; the message names the parameter."""
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wm_ds.errors import WmError
+
 SUFFIXES = {
     ".jsonl": ("jsonl", None),
     ".jsonl.gz": ("jsonl", "gz"),
@@ -30,7 +32,7 @@ _BLOCK = 1 << 20
 _BLANK_LINES = re.compile(rb"\n[ \t\r]*\n")
 
 
-class InputError(ValueError):
+class InputError(WmError, ValueError):
     """An input does not exist, cannot be read, or is of no kind that we read."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wm_ds.data import shards
+from wm_ds.errors import WmError
 from wm_ds.packing import inputs
 from wm_ds.packing.documents import PieceReader, Reading
 from wm_ds.packing.inputs import Input, Piece
@@ -24,7 +25,7 @@ TOKENIZER = "tokenizer"  # a copy, so that the data can be decoded without its s
 _SMALLEST_UNIT, _LARGEST_UNIT, _UNITS = 1 << 20, 256 << 20, 64
 
 
-class PackError(RuntimeError):
+class PackError(WmError, RuntimeError):
     """Packing cannot go on; the message says what, where and what to do."""
 
 
@@ -127,7 +128,7 @@ def prepare(plan: Plan, root: Path) -> None:
         strangers = [
             entry.name
             for entry in root.iterdir()
-            if not entry.name.startswith((".lock-", TOKENIZER, f"{PLAN}.tmp-"))
+            if not entry.name.startswith((".lock-", TOKENIZER, f".{TOKENIZER}.tmp-", f".{PLAN}.tmp-"))
         ]
         if strangers and not path.exists():  # another task of the array may have been faster
             raise PackError(

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wm_ds.data import shards
+from wm_ds.errors import WmError
+from wm_ds.files import temporary
 
 
-class TokenizerError(ValueError):
+class TokenizerError(WmError, ValueError):
     """A tokenizer cannot be loaded, or lacks what packing needs."""
 
 
@@ -191,7 +192,7 @@ def copy_tokenizer(spec: TokenizerSpec, folder: Path) -> None:
     """Put the tokenizer beside the data, so that packed tokens can always be read as text again."""
     if folder.exists():
         return
-    part = shards.temporary(folder)
+    part = temporary(folder)
     if spec.kind == "sentencepiece":
         part.mkdir(parents=True)
         (part / "tokenizer.model").write_bytes(spec.payload)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from wm_ds.errors import WmError
+
 _SPACE = "\u2581"
 UNK = "<unk>"
 _LONGEST_LINE = 4096  # characters; sentencepiece counts pieces inside lines and wants them bounded
@@ -30,7 +32,7 @@ _ROUND_TRIPS = [
 ]
 
 
-class TrainingError(ValueError):
+class TrainingError(WmError, ValueError):
     """No tokenizer came out of the training text, or one that does not give back its text."""
 
 

@@ -405,6 +405,6 @@ def pack(
 def _remove_leftovers(root: Path, numbers: list[int]) -> None:
     """Half-written shards of killed attempts."""
     names = {shards.shard_name(number) for number in numbers}
-    for leftover in root.glob("shard-*.tmp-*"):
-        if leftover.name.partition(".")[0] in names:
+    for leftover in root.glob(".shard-*.tmp-*"):
+        if leftover.name.split(".")[1] in names:
             shutil.rmtree(leftover, ignore_errors=True)

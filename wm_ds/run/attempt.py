@@ -33,6 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from wm_ds.errors import WmError, run_cli
+from wm_ds.files import create, write_json
+
 # Exit codes of a job beside those of the ranks themselves (docs/slurm.md explains each to the user).
 EXIT_SUPERSEDED = 70
 EXIT_HUNG = 71
@@ -46,7 +49,7 @@ DEFAULT_LEASE_S = 90.0  # network file systems show a changed time stamp up to 6
 _CLAIM = re.compile(r"(\d{4,})\.json")
 
 
-class SupersededError(RuntimeError):
+class SupersededError(WmError, RuntimeError):
     """A newer attempt has claimed the run directory; this one must stop without writing."""
 
 
@@ -78,7 +81,7 @@ class Attempt:
 
     def record_failure(self, **what: object) -> bool:
         """Note that a rank failed. Only the first note of an attempt is kept: True if it was this one."""
-        return _create(self.path("failure"), what)
+        return create(self.path("failure"), json.dumps(what) + "\n")
 
     def failure(self) -> dict | None:
         """The first failure of this attempt, None if there is none."""
@@ -86,27 +89,11 @@ class Attempt:
 
     def record_end(self, **what: object) -> None:
         """Note how this attempt ended; `clean=True` says that no rank of it can be alive."""
-        _replace(self.path("end"), {"time": _now(), **what})
+        write_json(self.path("end"), {"time": _now(), **what})
 
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _create(path: Path, content: dict) -> bool:
-    """Write JSON to a file that must not exist yet; False if it does. Exclusive on NFS too."""
-    try:
-        with open(path, "x") as handle:
-            handle.write(json.dumps(content) + "\n")
-    except FileExistsError:
-        return False
-    return True
-
-
-def _replace(path: Path, content: dict) -> None:
-    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    part.write_text(json.dumps(content) + "\n")
-    part.replace(path)
 
 
 def _read(path: Path) -> dict | None:
@@ -140,9 +127,8 @@ def claim(
     while True:
         earlier = attempts(run_dir)
         mine = Attempt(run_dir, earlier[-1].number + 1 if earlier else 1)
-        if _create(
-            mine.path("json"), {"time": _now(), "host": socket.gethostname(), "pid": os.getpid(), **who}
-        ):
+        claimed = {"time": _now(), "host": socket.gethostname(), "pid": os.getpid(), **who}
+        if create(mine.path("json"), json.dumps(claimed) + "\n"):
             break
     (run_dir / "stopped").unlink(
         missing_ok=True
@@ -367,7 +353,12 @@ def _tail(text: str, lines: int) -> list[str]:
     return text.splitlines()[-20:]
 
 
-def _main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """The batch script's command line; returns the exit code."""
+    return run_cli(run, arguments)
+
+
+def run(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m wm_ds.run.attempt", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser(
@@ -388,7 +379,7 @@ def _main() -> int:
     )
     end.add_argument("--asked-to-stop", action="store_true", help="the batch script was sent SIGUSR1")
     end.add_argument("--check-failed", action="store_true", help="the check of the nodes ended with an error")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")  # to standard error: the answers are on standard output
     try:
         if options.command == "claim":
@@ -420,10 +411,7 @@ def _main() -> int:
     except SupersededError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_SUPERSEDED
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())

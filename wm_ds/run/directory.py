@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.distributed.process_group import World
+from wm_ds.files import write_atomically, write_json
 
 # What makes a run the run that it is: a start that differs here would continue something else.
 IDENTITY = ("model", "data.train", "run.seed", "batch.global_batch")
@@ -46,9 +46,9 @@ def prepare(config: Config, deepspeed: dict[str, Any], world: World) -> list[str
         raise ConfigError(f"{folder} exists and is no run directory (no config.yaml): give another run.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(known, configuration.dump(config))
-        _write(folder / "ds_config.json", json.dumps(deepspeed, indent=2) + "\n")
-        _write(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")
+        write_atomically(known, configuration.dump(config))
+        write_json(folder / "ds_config.json", deepspeed, indent=2)
+        write_json(folder / "environment.json", environment(world), indent=2)
     except OSError as error:
         raise ConfigError(f"run.dir = {folder} cannot be written: {error.strerror}") from None
     return notes
@@ -103,9 +103,3 @@ def _differences(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any
 
 def _under(key: str, prefixes: tuple[str, ...]) -> bool:
     return any(key == p or key.startswith(f"{p}.") for p in prefixes)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text)
-    os.replace(part, path)

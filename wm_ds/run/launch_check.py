@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from wm_ds.distributed import process_group  # noqa: E402
+from wm_ds.errors import run_cli  # noqa: E402
 from wm_ds.run.attempt import EXIT_CHECK_FAILED  # noqa: E402
 from wm_ds.run.rendezvous import RendezvousError, host_names, nodes_of_ranks  # noqa: E402
 
@@ -263,7 +264,12 @@ class Check:
                 self.store.wait([f"bye/{rank}" for rank in range(self.size)], timedelta(seconds=seconds))
 
 
-def _main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(run, arguments, refused=EXIT_CHECK_FAILED)
+
+
+def run(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # rank.sh ignores it until a trainer handles it; we do not
     parser = argparse.ArgumentParser(prog="python -m wm_ds.launch_check", description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -272,16 +278,15 @@ def _main() -> int:
     parser.add_argument("--min-gpu-gib", type=float, default=0.0, help="memory of every GPU")
     parser.add_argument("--max-skew", type=float, default=5.0, help="seconds between two nodes' clocks")
     parser.add_argument("--timeout", type=float, default=45.0, help="seconds for everything")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         return Check(options).run()
     except process_group.SetupError as error:
-        print(f"error: {socket.gethostname()}: {error}", file=sys.stderr)
-        return EXIT_CHECK_FAILED
+        raise process_group.SetupError(f"{socket.gethostname()}: {error}") from None
 
 
 if __name__ == "__main__":
-    code = _main()
+    code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a process group that a broken network left behind may wait for ever in its clean-up

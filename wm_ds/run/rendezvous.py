@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from wm_ds.errors import WmError, run_cli
+
 # Below 32768, where Linux begins to hand out ports to outgoing connections: those can be taken at any time.
 FIRST_PORT, LAST_PORT = 10000, 32767
 TRIES = 64
 
 
-class RendezvousError(RuntimeError):
+class RendezvousError(WmError, RuntimeError):
     """No meeting point; the message says what to set."""
 
 
@@ -121,21 +123,23 @@ def local_tasks(environ: Mapping[str, str]) -> int:
     return counts[node]
 
 
-def _main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """The batch script's command line; returns the exit code."""
+    return run_cli(run, arguments)
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Print the meeting point's address and port, or with `local-tasks` this node's number of tasks."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        if sys.argv[1:] == ["local-tasks"]:
+        if given == ["local-tasks"]:
             print(local_tasks(os.environ))
-            return 0
-        addr = os.environ.get("WM_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
-        print(addr or address(host_names(os.environ["SLURM_JOB_NODELIST"])[0]), master_port(os.environ))
-    except RendezvousError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+            return
+        named = os.environ.get("WM_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
+        print(named or address(host_names(os.environ["SLURM_JOB_NODELIST"])[0]), master_port(os.environ))
     except KeyError as error:
-        print(f"error: {error.args[0]} is not set: this runs inside a SLURM job", file=sys.stderr)
-        return 1
-    return 0
+        raise RendezvousError(f"{error.args[0]} is not set: this runs inside a SLURM job") from None
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())

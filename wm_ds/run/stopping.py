@@ -6,7 +6,6 @@ noticed by itself. Each rank notes it as a number, one all-reduce takes the larg
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import termios
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from wm_ds.distributed.host_group import Agreement
+from wm_ds.files import write_json
 
 # In order of precedence: when ranks noticed different things in the same step, the last one counts.
 REASONS = ("", "STOP file", "time limit", "SIGUSR1", "SIGHUP", "SIGINT", "SIGTERM", "save failed")
@@ -162,10 +162,7 @@ class Stopping:
 
 def write_marker(run_dir: str | Path, marker: str, content: dict) -> None:
     """Publish RUN_DIR/`marker` (`stopped` or `done`) by rename, with JSON content. Rank 0, after the save."""
-    path = Path(run_dir) / marker
-    part = path.with_name(f".{marker}.{os.getpid()}")
-    part.write_text(json.dumps(content) + "\n")
-    os.replace(part, path)
+    write_json(Path(run_dir) / marker, content)
 
 
 def clear_markers(run_dir: str | Path) -> None:
