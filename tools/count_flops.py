@@ -192,7 +192,7 @@ def paper_accounting(lm: WhiteMatterForCausalLM, length: int, step: float) -> Fl
     training = n * layers * block + (n + 3) * pool
     training += (grad * layers - (grad - 1)) * block_back
     training += (grad + 1 - 1 / config.num_groups) * pool_back
-    passes = config.prefill_passes
+    passes = config.prefill_schedule("cyclic").passes
     return Flops(training / length, (passes * layers * block + (passes + 2) * pool) / length, step)
 
 

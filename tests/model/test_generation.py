@@ -415,3 +415,90 @@ def test_inputs_that_contradict_each_other_are_refused() -> None:
             lm(row, document_ids=torch.zeros(1, 4, dtype=torch.int32), **{CACHE_FIELD: cache})
         with pytest.raises(ValueError, match="filled by another model"):
             fp32(k=2)(row, **{CACHE_FIELD: cache})
+
+
+# ------------------------------------------------------------------------------- without a prompt, offloaded
+
+
+def test_without_a_prompt_text_begins_with_the_start_token() -> None:
+    """No prompt, an empty one, and a row of padding beside a real one: as if the start had been given."""
+    lm = fp32(bos_token_id=5, prefill="exact")
+    want, _ = greedy(lm, torch.tensor([[5]]), 6)
+    more = {"max_new_tokens": 6, **GREEDY}
+    assert torch.equal(lm.generate(**more)[:, 1:], want)
+    nothing = torch.zeros(2, 0)  # as a tokenizer makes it of "", a float
+    for given in ({}, {"attention_mask": nothing}):
+        assert torch.equal(lm.generate(nothing, **given, **more)[:, 1:], want.expand(2, -1))
+        assert torch.equal(lm.generate(input_ids=nothing, **given, **more)[:, 1:], want.expand(2, -1))
+    row = tokens(1, 4)
+    batch = torch.cat((torch.zeros_like(row), row))
+    mask = torch.tensor([[0] * 4, [1] * 4])
+    out = lm.generate(batch, attention_mask=mask, **more)
+    assert torch.equal(out[0, 4:], want[0])
+    assert torch.equal(out[1, 4:], greedy(lm, row, 6)[0][0])
+    assert mask.sum() == 4, "the caller's tensors stay as they were"
+    assert (batch[0] == 0).all()
+
+
+def test_without_a_start_token_an_empty_prompt_is_refused() -> None:
+    lm = fp32()
+    for given in ({}, {"inputs": torch.zeros(1, 0)}):
+        with pytest.raises(ValueError, match=r"a prompt is empty.*bos_token_id"):
+            lm.generate(**given, max_new_tokens=2, **GREEDY)
+    with pytest.raises(ValueError, match="rows are empty"):
+        lm(torch.zeros(1, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("how", ["call", "generation config", "schedule"])
+def test_guidance_evaluates_its_negative_prompt_by_the_same_settings(how: str) -> None:
+    """Against the formula, with both branches exact; by the defaults the negative one would be another."""
+    lm = fp32(prefill_passes=1)
+    row, negative = tokens(1, 6), tokens(1, 17, seed=3)
+    more = {"prefill": "exact"} if how == "call" else {}
+    if how == "generation config":
+        lm.generation_config.prefill = "exact"
+    elif how == "schedule":
+        more = {"schedule": Schedule.exact()}
+    out = lm.generate(
+        row,
+        negative_prompt_ids=negative,
+        guidance_scale=1.5,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **more,
+        **GREEDY,
+    )
+    for i, scores in enumerate(out.scores):
+        new = out.sequences[:, 6 : 6 + i]
+        with torch.no_grad():
+            with_prompt, without = (
+                lm(torch.cat((start, new), 1), prefill="exact").logits[:, -1].log_softmax(-1)
+                for start in (row, negative)
+            )
+            other = lm(torch.cat((negative, new), 1)).logits[:, -1].log_softmax(-1)
+        assert (scores - (1.5 * with_prompt - 0.5 * without)).abs().max() < 1e-4
+        assert i > 0 or (other - without).abs().max() > 1e-3
+
+
+def test_a_file_s_settings_for_another_kind_of_prefill_do_not_stand_in_the_way() -> None:
+    lm = fp32(prefill_passes=1)
+    row = tokens(1, 17)
+    exact = greedy(lm, row, 3, prefill="exact")[1]
+    lm.generation_config.prefill_passes = 2
+    assert torch.equal(greedy(lm, row, 3, prefill="exact")[1], exact)
+    assert not torch.equal(greedy(lm, row, 3)[1], exact)
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_weights_on_disk_generate_the_same_text(tmp_path, start: bool) -> None:
+    """With a padded vocabulary, with and without a prompt: nothing is made on the weights' device."""
+    lm = fp32(tokenizer_size=30, bos_token_id=5)
+    lm.save_pretrained(tmp_path)
+    there = WhiteMatterForCausalLM.from_pretrained(
+        tmp_path, device_map={"model": "disk", "lm_head": "cpu"}, offload_folder=tmp_path / "weights"
+    )
+    assert there.device.type == "meta"
+    given = {} if start else {"inputs": tokens(2, 5) % 30}
+    want = lm.generate(**given, max_new_tokens=5, **GREEDY)
+    assert torch.equal(there.generate(**given, max_new_tokens=5, **GREEDY), want)

@@ -276,7 +276,8 @@ def scoring_schedule(config: Any, options: argparse.Namespace) -> Schedule | Non
         return Schedule.exact()
     if options.passes is None and options.groups is None:
         return config.prefill_schedule()
-    return Schedule.cyclic(options.groups or config.prefill_groups, options.passes or config.prefill_passes)
+    usual = config.prefill_schedule("cyclic")
+    return Schedule.cyclic(options.groups or usual.groups, options.passes or usual.passes)
 
 
 def table(report: dict[str, Any]) -> str:

@@ -68,8 +68,9 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "",
     ]
     if remote:
-        groups = _groups(config.prefill_groups)
-        how = [CODE, HOW.format(passes=config.prefill_passes, groups=groups)] if iterates else [CODE]
+        usual = config.prefill_schedule("cyclic")
+        groups = _groups(usual.groups)
+        how = [CODE, HOW.format(passes=usual.passes, groups=groups)] if iterates else [CODE]
         how += [CACHE.format(k=config.num_kv_channels, layers=config.num_hidden_layers)]
         lines += [" ".join(how), ""]
     lines += ["## Model", "", "| | |", "|---|---|"]

@@ -1,10 +1,12 @@
 """The configuration of a WhiteMatter model: Qwen3's field names plus those of the cross-layer KV pool."""
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .arguments import refuse_unknown
 from .schedule import Converged, Schedule
 
 ROUTER_INITS = ("auto", "top", "cyclic", "shifted")
@@ -41,16 +43,19 @@ class WhiteMatterConfig(PreTrainedConfig):
         prefill: the sweep of a forward in evaluation mode: "trained" (that of `schedule`), one of the kinds
             above, or "converged": cyclic passes until no entry of a row's pool moves by more than
             prefill_tolerance, relative to its size; every row stops by itself.
-        prefill_passes: passes of a forward without gradient; None means as many as training runs.
-        prefill_groups: groups of a forward without gradient; None means num_groups.
+        prefill_passes: passes of a forward in evaluation mode; None means as many as training runs.
+        prefill_groups: groups of a forward in evaluation mode; None means num_groups.
         prefill_tolerance: see prefill.
         tokenizer_size: ids from here on have no token (the vocabulary is padded); `generate` never picks
             them. None: every id has one. Logits and losses are not touched.
         attention: the kernel: "sdpa", "flex" (flex_attention with block masks), or "auto": flex for long
             steps on CUDA, otherwise sdpa.
 
+    Further fields are those that every configuration of transformers has (`dtype`, `architectures`, …).
+
     Raises:
         ValueError: a field is out of its range; the message names the field, the value and the limit.
+        TypeError: a field that the model does not have, Qwen3's others among them.
     """
 
     model_type = "whitematter"
@@ -117,8 +122,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         # A list in memory as in JSON, so that a saved configuration reads back equal.
         self.relaxation = list(relaxation) if isinstance(relaxation, Sequence) else relaxation
         self.prefill = prefill
-        self.prefill_passes = no_grad_passes + grad_passes if prefill_passes is None else prefill_passes
-        self.prefill_groups = num_groups if prefill_groups is None else prefill_groups
+        self.prefill_passes = prefill_passes
+        self.prefill_groups = prefill_groups
         self.prefill_tolerance = prefill_tolerance
         self.tokenizer_size = tokenizer_size
         self.attention = attention
@@ -127,6 +132,7 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         self._check()
+        _refuse_foreign(type(self), kwargs)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self.tie_word_embeddings = tie_word_embeddings
 
@@ -136,7 +142,7 @@ class WhiteMatterConfig(PreTrainedConfig):
             "num_key_value_heads head_dim router_stride num_groups grad_passes prefill_passes prefill_groups"
         )
         for name in at_least_one.split():
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.no_grad_passes < 0:
             raise ValueError(f"no_grad_passes is {self.no_grad_passes}; it cannot be negative")
@@ -178,6 +184,13 @@ class WhiteMatterConfig(PreTrainedConfig):
                 f"({self.num_hidden_layers}): every layer reads the channel of its own depth"
             )
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers' method (also of `from_pretrained`); fields given beside the dictionary are checked
+        together with it."""
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in _own_fields(cls)}
+        return super().from_dict({**config_dict, **fields}, **kwargs)
+
     def training_schedule(self) -> Schedule:
         """The passes of a training step."""
         if self.schedule == "exact":
@@ -194,20 +207,42 @@ class WhiteMatterConfig(PreTrainedConfig):
         groups: int | None = None,
         tolerance: float | None = None,
     ) -> Schedule | Converged:
-        """The passes of a forward in evaluation mode; an argument takes the place of its `prefill…` field."""
-        kind = self.prefill if prefill is None else prefill
+        """The passes of a forward in evaluation mode; an argument takes the place of its `prefill…` field.
+
+        Raises:
+            ValueError: an argument that this kind of prefill has no use for, or one out of its range.
+        """
+        kind = self._prefill_kind(prefill)
+        used = self.prefill_settings(prefill)
+        given = {"prefill_passes": passes, "prefill_groups": groups, "prefill_tolerance": tolerance}
+        for name, value in given.items():
+            if value is not None and name not in used:
+                raise ValueError(
+                    f"{name}={value} has no effect on prefill {kind!r}, which takes "
+                    f"{' and '.join(used) or 'no further setting'}"
+                )
         passes = self.prefill_passes if passes is None else passes
         groups = self.prefill_groups if groups is None else groups
+        passes = self.no_grad_passes + self.grad_passes if passes is None else passes
+        groups = self.num_groups if groups is None else groups
         if kind == "converged":
-            return Converged(
-                groups, self.prefill_tolerance if tolerance is None else tolerance, self.relaxation
-            )
-        if kind == "trained":
-            kind = self.schedule
+            tolerance = self.prefill_tolerance if tolerance is None else tolerance
+            return Converged(groups, tolerance, self.relaxation)
         if kind == "exact":
             return Schedule.exact()
         chunk = (self.chunk_size or 0) if kind in ("chunked", "wavefront") else 0
         return Schedule(kind, groups, passes, 0, chunk, self.relaxation)
+
+    def prefill_settings(self, prefill: str | None = None) -> tuple[str, ...]:
+        """Names of the settings that a kind of prefill takes; None is the configuration's kind."""
+        kind = self._prefill_kind(prefill)
+        if kind == "exact":
+            return ()
+        return ("prefill_groups", "prefill_tolerance" if kind == "converged" else "prefill_passes")
+
+    def _prefill_kind(self, prefill: str | None) -> str:
+        kind = self.prefill if prefill is None else prefill
+        return self.schedule if kind == "trained" else kind
 
     @property
     def router_sources(self) -> list[int]:
@@ -241,7 +276,19 @@ class LCKVConfig(WhiteMatterConfig):
                 f"({num_hidden_layers}), so that one layer is left to share its KV"
             )
         self.warmup_layers = warmup_layers
-        kwargs |= {"num_kv_channels": warmup_layers + 1, "routing": "fixed", "router_init": "top"}
+        implied = {
+            "num_kv_channels": warmup_layers + 1,
+            "routing": "fixed",
+            "router_init": "top",
+            "router_stride": 2,
+            "feedback": True,
+        }
+        for name, value in implied.items():
+            if kwargs.setdefault(name, value) != value:
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}, but an LCKV sandwich has no choice there: with "
+                    f"warmup_layers {warmup_layers} it is {value!r}"
+                )
         super().__init__(
             num_hidden_layers=num_hidden_layers,
             num_groups=num_groups,
@@ -255,6 +302,37 @@ class LCKVConfig(WhiteMatterConfig):
         """The layers that share one KV."""
         bottom = self.warmup_layers // 2
         return range(bottom, self.num_hidden_layers - (self.warmup_layers - bottom))
+
+
+def _own_fields(cls: type[WhiteMatterConfig]) -> set[str]:
+    """The fields that the class itself declares, its parents' included."""
+    classes = [base for base in cls.__mro__ if issubclass(base, WhiteMatterConfig)]
+    names = set().union(*(signature(base.__init__).parameters for base in classes))
+    return names - {"self", "kwargs"}
+
+
+# Fields of every configuration of transformers, that describe or are handled by it.
+_COMMON_FIELDS = set(PreTrainedConfig().to_dict()) | {
+    "attn_implementation",
+    "auto_map",
+    "dtype",
+    "experts_implementation",
+    "name_or_path",
+    "num_labels",
+    "quantization_config",
+    "tokenizer_class",
+    "torch_dtype",
+}
+# Of these, the ones that would ask for another architecture.
+_WITHOUT_EFFECT = ("chunk_size_feed_forward", "is_encoder_decoder")
+
+
+def _refuse_foreign(cls: type[WhiteMatterConfig], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for a field that nothing would read. Private ones, with an underscore, may pass."""
+    known = _own_fields(cls)
+    foreign = [name for name in kwargs if name not in _COMMON_FIELDS and not name.startswith("_")]
+    foreign += [name for name in _WITHOUT_EFFECT if kwargs.get(name)]
+    refuse_unknown(cls.__name__, foreign, known)
 
 
 # Not code: transformers looks for lines like these. This is the first file of an exported folder that it

@@ -46,6 +46,17 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("WhiteMatterModel", "LCKVModel")
     _supports_sdpa = True
 
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        if attn_implementation not in (None, "sdpa"):
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is not supported: a step of the passes chooses "
+                "among the kernels of this model. Leave it unset, and choose by the configuration's field "
+                "attention ('auto', 'sdpa' or 'flex')"
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
@@ -150,6 +161,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         keep_states, return_dict = self._outputs(output_hidden_states, output_attentions, return_dict)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if (input_ids if inputs_embeds is None else inputs_embeds).shape[1] == 0:
+            raise ValueError("the rows are empty: the model needs at least one token of each")
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and self.shard.ranks == 1
