@@ -75,7 +75,7 @@ class PoolGenerationMixin(GenerationMixin):
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 # Guidance evaluates its negative prompt itself, and would do it by the model's defaults.
-                processor.model = partial(self, **settings)
+                processor.model = partial(self.__call__, **settings)
         return processors
 
     def prepare_inputs_for_generation(
