@@ -61,7 +61,8 @@ wm_site_setup() {
 # --- What the ranks see ---------------------------------------------------------------------------------------
 export WM_HANG_TIMEOUT WM_LEASE_SECONDS
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-# DeepSpeed's compiled extensions; default: a folder in ~/.cache/wm_ds, filled by `make install` on a login node.
+# DeepSpeed's compiled extensions; default: a folder in ~/.cache/wm_ds, filled by `make install` on a login node; where
+# the job has no home that it can write, a folder of its user id in TMPDIR or /tmp.
 # export TORCH_EXTENSIONS_DIR=/shared/wm_ds/extensions     # where home is not the same on all nodes
 if [ -n "$WM_SOCKET_INTERFACE" ]; then
   export NCCL_SOCKET_IFNAME="$WM_SOCKET_INTERFACE" GLOO_SOCKET_IFNAME="$WM_SOCKET_INTERFACE"

@@ -160,7 +160,7 @@ def _outwait(old: Attempt, mine: Attempt, lease_s: float) -> None:
             told = True
             log.warning(
                 f"attempt {old.number} ({_describe(who)}) did not end by itself; "
-                f"attempt {mine.number} waits until it has been silent for {lease_s:g} s",
+                f"attempt {mine.number} waits until it has ended, or been silent for {lease_s:g} s",
             )
         mine.check()
         time.sleep(min(1.0, lease_s / 10))
