@@ -33,7 +33,7 @@ from wm_ds.config import validate
 from wm_ds.config.schema import ConfigError
 from wm_ds.model import Schedule
 from wm_ds.model.shard import Shard
-from wm_ds.plan.memory import sequence_bytes
+from wm_ds.plan.traffic import sequence_bytes
 
 pytestmark = pytest.mark.alone
 

@@ -16,6 +16,7 @@ from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import build_model, model_config
 from wm_ds.plan.dry_run import dry_run
 from wm_ds.plan.memory import GIB, configured
+from wm_ds.plan.way import Run
 from wm_ds.train import open_data
 
 
@@ -64,15 +65,15 @@ def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, chang
     batches, _ = open_data(config)
     hf = model_config(config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=0)
     rows = table_for(config, build_model(hf, seed=0))
-    plan = configured(config, json, hf, rows, batches.seq_len, ranks)
+    plan = configured(Run(config, hf, rows, batches.seq_len, ranks), json)
     found = {name: float(size) for name, size in re.findall(r"^(.*?) +([\d.]+) GiB", shown, re.MULTILINE)}
     for name, size in plan.parts.items():
         assert found.get(name, 0.0) == pytest.approx(size / GIB, abs=6e-4)
     assert found["peak on the device"] == pytest.approx(plan.peak / GIB, abs=6e-4)
-    assert plan.stage == json["zero_optimization"]["stage"]
+    assert plan.way.stage == json["zero_optimization"]["stage"]
     assert ("in host memory" in shown) == ("offload" in deepspeed)
     assert all(note in shown for note in plan.notes)
-    whole = config.model.family == "whitematter" and plan.stage >= 2
+    whole = config.model.family == "whitematter" and plan.way.stage >= 2
     assert any("whole on every GPU" in note for note in plan.notes) == whole
     assert any("summed in fp32" in note for note in plan.notes) == (config.precision == "bf16")
     parameters = sum(p.numel() for p in build_model(hf, seed=0).parameters())

@@ -12,6 +12,7 @@ from wm_ds.families import model_class, model_config
 from wm_ds.plan.activations import body
 from wm_ds.plan.memory import plan
 from wm_ds.plan.storage_tracker import MIB
+from wm_ds.plan.way import Run, Way
 
 pytestmark = pytest.mark.alone
 
@@ -70,11 +71,17 @@ def test_predicted_peaks_are_within_a_tenth_of_measured_ones() -> None:
         hf = model_config(config.model, vocab_size=VOCABULARY, seq_len=LENGTH, eos_id=0)
         with torch.device("meta"):
             lm = model_class(hf)(hf)
-        found = plan(
-            config, hf, table_for(config, lm), LENGTH, 2, body(hf, LENGTH, precision, "group"),
-            stage=stage, gather="step" if stage == 3 else None, recompute="group", micro_batch=micro_batch,
-            buckets=(BUCKET, BUCKET),
-        )  # fmt: skip
+        run = Run(config, hf, table_for(config, lm), LENGTH, 2)
+        way = Way(
+            run,
+            stage,
+            gather="step" if stage == 3 else None,
+            recompute="group",
+            micro_batch=micro_batch,
+            reduce_bucket=BUCKET,
+            gather_bucket=BUCKET,
+        )
+        found = plan(way, body(hf, LENGTH, precision, "group"))
         measured = max(rank["peak"] for rank in ranks)
         what = f"stage {stage} {precision} {micro_batch} {layers}"
         parts = {k: round(v / MIB, 2) for k, v in found.parts.items()}

@@ -10,6 +10,7 @@ from wm_ds.model import WhiteMatterConfig
 from wm_ds.optim.param_rules import parameter_table
 from wm_ds.plan.activations import Body, body
 from wm_ds.plan.memory import GIB, plan
+from wm_ds.plan.way import Run, Way
 
 
 def run(**more: object) -> configuration.Config:
@@ -33,14 +34,14 @@ def run(**more: object) -> configuration.Config:
     return configuration.parse(raw | more)
 
 
-def planned(stage: int, entries_on_host: bool = False, **more: object):
+def planned(stage: int, entries_on_host: bool = False, optim: dict | None = None, **more: object):
+    """The plan of a way to run on 8 GPUs, and the model's parameters."""
     lm = whitematter((2, 64, 64), 2)
     rows = parameter_table([(n, tuple(p.shape)) for n, p in lm.named_parameters()])
-    arguments = {"gather": "step" if stage == 3 else None, "recompute": "group", "micro_batch": 2}
-    body = Body(5e6, 2e7, 1e7, 3e6)
-    config = run(entries_on_host=entries_on_host)
-    found = plan(config, lm.config, rows, 64, 8, body, stage=stage, **(arguments | more))
-    return found, sum(p.numel() for p in lm.parameters())
+    config = run(entries_on_host=entries_on_host, **({"optim": optim} if optim else {}))
+    settings = {"gather": "step" if stage == 3 else None, "recompute": "group", "micro_batch": 2}
+    way = Way(Run(config, lm.config, rows, 64, 8), stage, **(settings | more))
+    return plan(way, Body(5e6, 2e7, 1e7, 3e6)), sum(p.numel() for p in lm.parameters())
 
 
 def test_entries_on_the_host_leave_the_gpu() -> None:
@@ -75,7 +76,7 @@ def test_activations_grow_with_the_micro_batch_and_nothing_else_does() -> None:
     assert four.parts["activations"] == 2 * two.parts["activations"]
     assert four.parts["pool"] == 2 * two.parts["pool"]
     assert four.parts["optimizer"] == two.parts["optimizer"]
-    assert (two.accumulation, four.accumulation) == (4, 2)
+    assert (two.way.accumulation, four.way.accumulation) == (4, 2)
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -92,29 +93,15 @@ def test_traffic_by_hand() -> None:
     once, total = planned(3)
     again, _ = planned(3, gather="traversal", recompute="group+layer")
     ring = 2 * total * 7 / 8
-    assert once.traffic["gathered weights"] == pytest.approx(ring * once.accumulation)
+    assert once.traffic["gathered weights"] == pytest.approx(ring * once.way.accumulation)
     # 24 traversals forward; 16 of them again for the group, once more for each layer, and backward.
-    assert again.traffic["gathered weights"] == pytest.approx(ring * (24 + 16 * 3) * again.accumulation)
+    assert again.traffic["gathered weights"] == pytest.approx(ring * (24 + 16 * 3) * again.way.accumulation)
 
 
 def test_the_local_rule_reduces_once_a_step() -> None:
     each, _ = planned(2)
-    lm = whitematter((2, 64, 64), 2)
-    rows = parameter_table([(n, tuple(p.shape)) for n, p in lm.named_parameters()])
-    config = run(optim={"lr": 1e-3, "clip_rule": "local"})
-    once = plan(
-        config,
-        lm.config,
-        rows,
-        64,
-        8,
-        Body(5e6, 2e7, 1e7),
-        stage=2,
-        gather=None,
-        recompute="group",
-        micro_batch=2,
-    )
-    assert each.accumulation == once.accumulation == 4
+    once, _ = planned(2, optim={"lr": 1e-3, "clip_rule": "local"})
+    assert each.way.accumulation == once.way.accumulation == 4
     assert once.traffic["gradients"] == pytest.approx(each.traffic["gradients"] / 4)
     assert "optim.clip_rule = local" in once.notes[0]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools.plan_memory import Room, main
+from tools.plan_memory import main
+from wm_ds.plan.choice import Room
 from wm_ds.plan.memory import Plan
 
 
@@ -71,12 +72,11 @@ def test_offload_must_fit_the_host(config: str, capsys) -> None:
     for found in plans:
         assert found["fits"] != found["offload"]
         assert (found["host"] > 0) == found["offload"]
-    moved = next(
-        Plan(**{k: v for k, v in p.items() if k not in ("peak", "fits")}) for p in plans if p["offload"]
-    )
-    assert Room(1e9, 2 * moved.host, 2).holds(moved)
-    assert not Room(1e9, 2 * moved.host - 1, 2).holds(moved)
-    assert not Room(moved.peak - 1, 1e9, 2).holds(moved)
+    moved = next(p for p in plans if p["offload"])
+    plan = Plan(None, moved["parts"], moved["host"], {}, None, ())  # where it came from does not matter
+    assert Room(1e9, 2 * plan.host, 2).holds(plan)
+    assert not Room(1e9, 2 * plan.host - 1, 2).holds(plan)
+    assert not Room(plan.peak - 1, 1e9, 2).holds(plan)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,10 @@ def test_bad_arguments_are_one_line(config: str, extra: list[str], message: str,
     assert error.startswith("error: ")
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_progress_is_told_apart_from_the_plan(config: str, capsys) -> None:
+    assert main([config, *ARGUMENTS, "--gpu-memory", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert [line.split(",")[0] for line in said.err.splitlines()] == ["measuring activations"] * 4
+    json.loads(said.out)

@@ -20,6 +20,7 @@ from wm_ds.optim.learning_rate import learning_rate
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.memory import GIB, Plan, configured
+from wm_ds.plan.way import Run
 
 
 def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdout: PackedSequences) -> str:
@@ -57,7 +58,7 @@ def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdou
         "",
         f"# memory and communication of one of {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
         "# states by arithmetic, activations from the model run on meta tensors (wm_ds/plan/memory.py)",
-        memory_plan(configured(config, json, hf, rows, batches.seq_len, ranks)),
+        memory_plan(configured(Run(config, hf, rows, batches.seq_len, ranks), json)),
         "",
         "# batches and schedule",
         f"{batches.rows:,} training sequences of {batches.seq_len}, {len(holdout):,} held out; "
