@@ -242,7 +242,7 @@ class TestCompression:
 
     def test_garbage_behind_the_end(self, tmp_path):
         path = jsonl(tmp_path, gzip.compress(self.lines) + b"garbage", "a.jsonl.gz")
-        assert read(path)[:2] == (self.texts(), [("corrupt_compression", 1000)])
+        assert read(path)[:2] == (self.texts(), [("trailing_data", 1000)])
 
     def test_txt(self, tmp_path):
         path = jsonl(tmp_path, gzip.compress(b"one\n\ntwo"), "a.txt.gz")

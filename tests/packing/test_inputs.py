@@ -28,7 +28,7 @@ def test_globs_and_the_order_of_names(tmp_path):
     assert names(tmp_path, "c/d.jsonl", "a.jsonl") == ["c/d.jsonl", "a.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["x", "x.json", "x.jsonl.xz", "x.bin"])
+@pytest.mark.parametrize("name", ["x", "x.csv", "x.jsonl.xz", "x.bin"])
 def test_an_unknown_kind_is_an_error_naming_the_suffix(tmp_path, name):
     touch(tmp_path, name)
     suffix = name.removeprefix("x").removeprefix(".jsonl")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import zstandard
-
-from wm_ds.packing.inputs import DATASET_PREFIX, Input, InputError, Piece, load_dataset_stream
+from wm_ds.packing import columns, hf_datasets
+from wm_ds.packing.compression import DamagedError, decompress
+from wm_ds.packing.file_kinds import HEAD, InputError, refuse_other_content
+from wm_ds.packing.hf_datasets import DATASET_PREFIX
+from wm_ds.packing.inputs import Input, Piece
 
 BLANK = "blank_line"  # not a bad record: reported so that it can be counted
 _BLOCK = 1 << 20
@@ -44,10 +45,6 @@ class Reading:
     txt_split: str = "file"  # or "blank-lines"
 
 
-class _Broken(Exception):
-    """The rest of a file cannot be read; args: reason, words for people."""
-
-
 class PieceReader:
     """Iterates over a piece's records. `digest()` afterwards is the sha256 of what was read.
 
@@ -65,6 +62,8 @@ class PieceReader:
         item = self._item
         if item.kind == "parquet":
             return self._parquet()
+        if item.kind == "arrow":
+            return self._arrow()
         if item.kind == "dataset":
             return self._dataset()
         if item.kind == "jsonl":
@@ -87,83 +86,76 @@ class PieceReader:
             raise InputError(f"{self._item.name} became {remaining} bytes shorter while it was read")
 
     def _blocks(self) -> Iterator[bytes]:
-        """Decompressed blocks; raises _Broken after everything readable was yielded."""
-        compression = self._item.compression
-        if compression is None:
-            yield from self._raw()
-            return
-        # Both formats may hold several members or frames one after another; a decompressor stops at each.
-        make = {
-            "gz": lambda: zlib.decompressobj(wbits=31),
-            "zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-        }[compression]
-        decompressor = None
-        for raw in self._raw():
-            while raw:
-                if decompressor is None:
-                    if compression == "gz":
-                        raw = raw.lstrip(b"\0")  # tape padding between members, as gzip allows it
-                        if not raw:
-                            break
-                    decompressor = make()
-                try:
-                    block = decompressor.decompress(raw)
-                except (zlib.error, zstandard.ZstdError) as error:
-                    raise _Broken(
-                        "corrupt_compression", f"the {compression} data is damaged: {error}"
-                    ) from None
-                if block:
-                    yield block
-                raw = b""
-                if decompressor.eof:
-                    raw, decompressor = decompressor.unused_data, None
-        if decompressor is not None:
-            raise _Broken("truncated", f"the {compression} data ends before its end mark")
+        """Decompressed blocks; raises DamagedError after everything readable was yielded."""
+        item, first = self._item, self._piece.start == 0
+        blocks = self._raw()
+        if item.compression is not None:
+            blocks = decompress(item.name, item.compression, blocks)
+        for block in blocks:
+            if first:
+                refuse_other_content(item.name, "text", block[:HEAD])
+                first = False
+            yield block
 
     def _lines(self) -> Iterator[bytes]:
-        """Lines without their line feed. An incomplete line before a _Broken is not a line."""
+        """Lines without their line feed. A line that damage cuts off is not a line."""
         first = self._piece.start == 0
         rest: list[bytes] = []
-        for block in self._blocks():
-            parts = block.split(b"\n")
-            if len(parts) == 1:
-                rest.append(block)
-                continue
-            rest.append(parts[0])
-            parts[0] = b"".join(rest)
-            rest = [parts.pop()]
-            if first:
-                parts[0], first = _without_bom(parts[0]), False
-            yield from parts
+        damage: DamagedError | None = None
+        try:
+            for block in self._blocks():
+                parts = block.split(b"\n")
+                if len(parts) == 1:
+                    rest.append(block)
+                    continue
+                rest.append(parts[0])
+                parts[0] = b"".join(rest)
+                rest = [parts.pop()]
+                if first:
+                    parts[0], first = _without_bom(parts[0]), False
+                yield from parts
+        except DamagedError as error:
+            if not error.complete:
+                raise
+            damage = error
         last = b"".join(rest)
         if first:
             last = _without_bom(last)
         if last:
             yield last
+        if damage is not None:
+            raise damage
 
     # -- records
 
     def _jsonl(self) -> Iterator[Record]:
-        number = -1
+        number, first = -1, self._piece.start == 0
         try:
             for number, line in enumerate(self._lines()):
+                if first and (beginning := line.strip(b" \t\r")):
+                    _refuse_json_over_lines(self._item.name, beginning)
+                    first = False
                 yield _json_record(line, self._reading.text_field, number)
-        except _Broken as broken:
-            yield Record(
-                None, broken.args[0], number + 1, f"{broken.args[1]}; {number + 1} lines came before"
-            )
+        except DamagedError as damage:
+            yield Record(None, damage.reason, number + 1, f"{damage}; {number + 1} lines came before")
 
     def _txt_file(self) -> Iterator[Record]:
+        blocks: list[bytes] = []
+        damage: DamagedError | None = None
         try:
-            data = _without_bom(b"".join(self._blocks()))
-        except _Broken as broken:
-            yield Record(None, broken.args[0], 0, broken.args[1])
-            return
-        yield _text_record(data, 0)
+            for block in self._blocks():
+                blocks.append(block)
+        except DamagedError as error:
+            damage = error
+        if damage is None or damage.complete:
+            yield _text_record(_without_bom(b"".join(blocks)), 0)
+        if damage is not None:
+            yield Record(None, damage.reason, 0, str(damage))
 
     def _txt_blank_lines(self) -> Iterator[Record]:
         number, begin = -1, 0
         document: list[bytes] = []
+        damage: DamagedError | None = None
         try:
             for number, line in enumerate(self._lines()):
                 if line.strip(b" \t\r"):
@@ -173,21 +165,19 @@ class PieceReader:
                 elif document:
                     yield _text_record(_joined(document), begin)
                     document = []
-        except _Broken as broken:  # the document that was cut is not a document
-            yield Record(
-                None, broken.args[0], number + 1, f"{broken.args[1]}; {number + 1} lines came before"
-            )
-            return
-        if document:
+        except DamagedError as error:
+            damage = error
+        if document and (damage is None or damage.complete):  # a document that damage cuts off is none
             yield _text_record(_joined(document), begin)
+        if damage is not None:
+            yield Record(None, damage.reason, number + 1, f"{damage}; {number + 1} lines came before")
 
     def _parquet(self) -> Iterator[Record]:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        field, row = self._reading.text_field, 0
+        name, field, row = self._item.name, self._reading.text_field, 0
         try:
-            with pq.ParquetFile(self._item.name) as file:
+            with columns.reading(name, "parquet"), pq.ParquetFile(name) as file:
                 if field not in file.schema_arrow.names:
                     rows = sum(file.metadata.row_group(g).num_rows for g in self._groups())
                     for row in range(rows):
@@ -196,55 +186,60 @@ class PieceReader:
                 for group in self._groups():
                     share = self._piece.size // max(1, len(self._groups()))
                     for batch in file.iter_batches(256, row_groups=[group], columns=[field]):
-                        for value in _bytes_or_values(batch.column(0)):
-                            yield self._parquet_record(value, row)
-                            row += 1
+                        yield from self._column_records(batch.column(0), row)
+                        row += len(batch)
                     self._progress(share)
                 if not self._groups() and file.metadata.num_row_groups:
-                    raise InputError(f"{self._item.name} changed while it was read")
-        except (pa.ArrowInvalid, OSError) as error:
-            yield Record(None, "corrupt_file", row, f"not a readable parquet file: {error}")
+                    raise InputError(f"{name} changed while it was read")
+        except columns.DamagedColumnsError as damage:
+            yield Record(None, "corrupt_file", row, f"{damage}; {row} rows came before")
+
+    def _arrow(self) -> Iterator[Record]:
+        name, field, row = self._item.name, self._reading.text_field, 0
+        try:
+            with columns.reading(name, "arrow"):
+                for rows, column in columns.arrow_batches(name, field):
+                    if column is None:
+                        yield from (
+                            Record(None, "missing_field", row + i, f"no column {field!r}")
+                            for i in range(rows)
+                        )
+                    else:
+                        yield from self._column_records(column, row)
+                    row += rows
+        except columns.DamagedColumnsError as damage:
+            yield Record(None, "corrupt_file", row, f"{damage}; {row} rows came before")
+        self._progress(self._piece.size)
+
+    def _column_records(self, column: Any, first_row: int) -> Iterator[Record]:
+        kind = column.type
+        for row, value in enumerate(columns.values(column), first_row):
+            if value is None:
+                yield Record(None, "missing_value", row, "null")
+            elif not isinstance(value, bytes):
+                yield Record(None, "not_a_string", row, f"a value of the column type {kind}")
+            else:
+                self._hash.update(value)
+                yield _text_record(value, row)
 
     def _groups(self) -> range:
         return range(self._piece.start, self._piece.stop)
 
-    def _parquet_record(self, value: Any, row: int) -> Record:
-        if value is None:
-            return Record(None, "missing_value", row, "null")
-        if not isinstance(value, bytes):
-            return Record(None, "not_a_string", row, f"a {type(value).__name__}")
-        self._hash.update(value)
-        return _text_record(value, row)
-
     def _dataset(self) -> Iterator[Record]:
-        identity = self._item.identity
+        identity, row = self._item.identity, 0
         assert identity is not None
-        data = load_dataset_stream(
-            self._item.name[len(DATASET_PREFIX) :],
-            identity["config"],
-            identity["split"],
-            identity["revision"],
-        ).shard(num_shards=identity["shards"], index=self._piece.start)
-        for row, record in enumerate(data):
-            result = _field_record(record, self._reading.text_field, row)
-            if result.text is not None:
-                encoded = result.text.encode()
-                self._hash.update(encoded)
-                self._progress(len(encoded))
-            yield result
-
-
-def _bytes_or_values(column: Any) -> list[Any]:
-    """A column's values with strings as bytes: decoding is ours, so that one bad row is one bad record."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_string(column.type):
-        column = column.cast(pa.binary())
-    elif pa.types.is_large_string(column.type):
-        column = column.cast(pa.large_binary())
-    return column.to_pylist()
+        repository = self._item.name.removeprefix(DATASET_PREFIX)
+        try:
+            for record in hf_datasets.shard_records(repository, identity, self._piece.start):
+                result = _field_record(record, self._reading.text_field, row)
+                if result.text is not None:
+                    encoded = result.text.encode()
+                    self._hash.update(encoded)
+                    self._progress(len(encoded))
+                yield result
+                row += 1
+        except hf_datasets.DatasetReadError as error:
+            yield Record(None, "unreadable_rest", row, f"{error}; {row} rows came before")
 
 
 def _without_bom(data: bytes) -> bytes:
@@ -261,6 +256,25 @@ def _text_record(data: bytes, where: int) -> Record:
         return Record(data.decode("utf-8"), None, where)
     except UnicodeDecodeError as error:
         return Record(None, "invalid_utf8", where, f"byte {error.start} of the text: {error.reason}")
+
+
+def _refuse_json_over_lines(name: str, line: bytes) -> None:
+    """Raise InputError if a file's first line begins an array of objects, or an object over several lines."""
+    if line == b"{":
+        raise InputError(
+            f"{name} holds JSON objects over several lines, not one object a line; convert it: "
+            f"jq -c . FILE > NEW.jsonl"
+        )
+    if not line.startswith(b"["):
+        return
+    try:
+        array = json.loads(line)
+    except (ValueError, RecursionError):
+        array = [{}]
+    if isinstance(array, list) and all(isinstance(value, dict) for value in array):
+        raise InputError(
+            f"{name} holds one JSON array, not one object a line; convert it: jq -c '.[]' FILE > NEW.jsonl"
+        )
 
 
 def _json_record(line: bytes, field: str, where: int) -> Record:
@@ -283,6 +297,8 @@ def _field_record(record: dict[str, Any], field: str, where: int) -> Record:
     text = record[field]
     if text is None:
         return Record(None, "missing_value", where, f"field {field!r} is null")
+    if isinstance(text, bytes):  # a binary column of a dataset
+        return _text_record(text, where)
     if not isinstance(text, str):
         return Record(None, "not_a_string", where, f"field {field!r} is a {type(text).__name__}")
     if not text.isascii():

@@ -9,6 +9,7 @@ about a wanted size. Where the cuts fall depends on the inputs and that size onl
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,29 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wm_ds.errors import WmError
+from wm_ds.packing import columns, hf_datasets
+from wm_ds.packing.file_kinds import InputError, kind_of
+from wm_ds.packing.hf_datasets import DATASET_PREFIX
 
-SUFFIXES = {
-    ".jsonl": ("jsonl", None),
-    ".jsonl.gz": ("jsonl", "gz"),
-    ".jsonl.zst": ("jsonl", "zst"),
-    ".parquet": ("parquet", None),
-    ".txt": ("txt", None),
-    ".txt.gz": ("txt", "gz"),
-    ".txt.zst": ("txt", "zst"),
-}
-DATASET_PREFIX = "hf:"
 _BLOCK = 1 << 20
 _BLANK_LINES = re.compile(rb"\n[ \t\r]*\n")
 
 
-class InputError(WmError, ValueError):
-    """An input does not exist, cannot be read, or is of no kind that we read."""
-
-
 @dataclass(frozen=True)
 class Input:
-    """name: as the user wrote it. kind: jsonl, txt, parquet or dataset. size: bytes (0: not known)."""
+    """name: as the user wrote it. kind: jsonl, txt, parquet, arrow or dataset. size: bytes (0: not known)."""
 
     name: str
     kind: str
@@ -66,16 +55,22 @@ def find_inputs(
 ) -> list[Input]:
     """Expand files, folders, globs and `hf:NAME[@REVISION]` into inputs, in a stable order.
 
-    Folders are searched in depth; files and folders whose name begins with a dot are passed over. Raises
-    InputError for a name that matches nothing, a file of an unknown kind, and a file named twice.
+    What exists under a name is meant by it, whatever characters it holds; only then it is taken for `hf:` or
+    a glob. Folders are searched in depth; files and folders whose name begins with a dot are passed over. A
+    folder that `Dataset.save_to_disk` wrote is its data files (of split `dataset_split`, if it has splits).
+    Raises InputError for a name that matches nothing, a file of an unknown kind, and a file named twice.
     """
     inputs: list[Input] = []
     seen: dict[str, str] = {}
     for name in names:
-        if name.startswith(DATASET_PREFIX):
-            inputs.append(_dataset_input(name, dataset_split, dataset_config))
-            continue
-        for path in _expand(name):
+        if name.startswith(DATASET_PREFIX) and not os.path.exists(name):
+            folder = name.removeprefix(DATASET_PREFIX)
+            if not os.path.isdir(folder) or _saved_files(folder, dataset_split) is None:
+                repository, identity = hf_datasets.identify(folder, dataset_split, dataset_config)
+                inputs.append(Input(DATASET_PREFIX + repository, "dataset", None, 0, identity))
+                continue
+            name = folder
+        for path in _expand(name, dataset_split):
             real = os.path.realpath(path)
             if real in seen:
                 raise InputError(
@@ -83,26 +78,21 @@ def find_inputs(
                     f"name it once"
                 )
             seen[real] = path
-            kind, compression = _kind(path)
+            kind, compression = kind_of(path)
             inputs.append(Input(path, kind, compression, os.path.getsize(path)))
     return inputs
 
 
-def _expand(name: str) -> list[str]:
+def _expand(name: str, split: str) -> list[str]:
     if os.path.isdir(name):
-        found = []
-        for folder, folders, files in os.walk(name, followlinks=True):
-            folders[:] = sorted(entry for entry in folders if not entry.startswith("."))
-            found += [os.path.join(folder, entry) for entry in files if not entry.startswith(".")]
-        found.sort()
+        found = _files_below(name, split)
         if not found:
             raise InputError(f"{name} is a folder without files")
         return found
     if os.path.exists(name):
         return [name]
     if glob.has_magic(name):
-        found = sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
-        if found:
+        if found := _matches(name):
             return found
         raise InputError(f"no file matches {name!r}")
     raise InputError(
@@ -111,56 +101,51 @@ def _expand(name: str) -> list[str]:
     )
 
 
-def _kind(path: str) -> tuple[str, str | None]:
-    base = os.path.basename(path).lower()
-    for suffix, kind in SUFFIXES.items():
-        if base.endswith(suffix):
-            return kind
-    suffix = Path(base).suffix
-    raise InputError(
-        f"{path} has {f'the suffix {suffix!r}' if suffix else 'no suffix'}, which is none of "
-        f"{', '.join(SUFFIXES)}; rename it, or choose files by a glob such as 'FOLDER/*.jsonl'"
-    )
+def _files_below(root: str, split: str) -> list[str]:
+    groups: list[list[str]] = []  # files that belong together stay together
+    for folder, folders, files in os.walk(root, followlinks=True):
+        saved = _saved_files(folder, split)
+        if saved is not None:
+            folders.clear()
+            groups.append(saved)
+            continue
+        folders[:] = sorted(entry for entry in folders if not entry.startswith("."))
+        groups += [[os.path.join(folder, entry)] for entry in files if not entry.startswith(".")]
+    return [path for group in sorted(groups) for path in group]
 
 
-def _dataset_input(name: str, split: str, config: str | None) -> Input:
-    from datasets import load_dataset_builder
-
-    repository, _, revision = name[len(DATASET_PREFIX) :].partition("@")
+def _saved_files(folder: str, split: str) -> list[str] | None:
+    """Data files of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, else None."""
+    splits, state = os.path.join(folder, "dataset_dict.json"), os.path.join(folder, "state.json")
     try:
-        if not os.path.isdir(repository):
-            # Pin the commit now: tasks of an array and later attempts must read the same data.
-            from huggingface_hub import HfApi
-
-            revision = HfApi().dataset_info(repository, revision=revision or None).sha
-        builder = load_dataset_builder(repository, config, revision=revision or None)
-        files = builder.config.data_files
-        origin = [
-            [Path(file).name, *((s.st_size, s.st_mtime_ns) if (s := _stat(file)) else ())]
-            for file in (files[split] if files and split in files else [])
-        ]
-        shards = load_dataset_stream(repository, config, split, revision or None).num_shards
-    except Exception as error:  # the hub, the network, the loader: all are one fact for the user
-        raise InputError(f"cannot open the dataset {repository!r}, split {split!r}: {error}") from error
-    identity = {
-        "revision": revision or None,
-        "config": config,
-        "split": split,
-        "shards": shards,
-        "files": origin,
-    }
-    return Input(DATASET_PREFIX + repository, "dataset", None, 0, identity)
+        if os.path.isfile(splits):
+            names = json.loads(Path(splits).read_text(encoding="utf-8"))["splits"]
+            if split not in names:
+                raise InputError(
+                    f"{folder} has no split {split!r}; name one of {', '.join(names)} with --dataset-split"
+                )
+            return _saved_files(os.path.join(folder, split), split)
+        if not os.path.isfile(state):
+            return None
+        found = json.loads(Path(state).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or "_data_files" not in found:
+            return None  # another program's
+        return [os.path.join(folder, file["filename"]) for file in found["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the saved dataset {folder} is damaged: its list of files cannot be read") from None
 
 
-def _stat(file: str) -> os.stat_result | None:
-    """Size and time of a local file of a dataset; a hub's files are known by the commit instead."""
-    return os.stat(file) if os.path.isfile(file) else None
-
-
-def load_dataset_stream(repository: str, config: str | None, split: str, revision: str | None) -> Any:
-    from datasets import load_dataset
-
-    return load_dataset(repository, config, split=split, revision=revision, streaming=True)
+def _matches(pattern: str) -> list[str]:
+    """Files that match a glob. A leading folder that exists is meant by its name, also one like `a[1]`."""
+    slashes = [place for place, character in enumerate(pattern) if character == "/"]
+    existing = next((place for place in reversed(slashes) if os.path.isdir(pattern[:place])), 0)
+    for attempt in (glob.escape(pattern[:existing]) + pattern[existing:], pattern):
+        found = sorted(path for path in glob.glob(attempt, recursive=True) if os.path.isfile(path))
+        if found:
+            return found
+    return []
 
 
 # ------------------------------------------------------------------------------------------ cutting inputs
@@ -190,7 +175,7 @@ def _pieces(number: int, item: Input, size: int, txt_split: str) -> Iterator[Pie
             yield Piece(number, shard, shard + 1, 0)
     elif item.kind == "parquet":
         yield from _parquet_pieces(number, item, size)
-    elif item.compression or (item.kind == "txt" and txt_split == "file") or item.size <= size:
+    elif item.size <= size or _is_one_piece(item, txt_split):
         yield Piece(number, 0, item.size, item.size)
     else:
         start = 0
@@ -201,6 +186,11 @@ def _pieces(number: int, item: Input, size: int, txt_split: str) -> Iterator[Pie
                     stop = _record_boundary(file, stop, item.size, item.kind)
                 yield Piece(number, start, stop, stop - start)
                 start = stop
+
+
+def _is_one_piece(item: Input, txt_split: str) -> bool:
+    """Whether a file cannot be entered in the middle."""
+    return item.kind == "arrow" or bool(item.compression) or (item.kind == "txt" and txt_split == "file")
 
 
 def _record_boundary(file: Any, position: int, size: int, kind: str) -> int:
@@ -218,19 +208,11 @@ def _record_boundary(file: Any, position: int, size: int, kind: str) -> int:
 
 
 def _parquet_pieces(number: int, item: Input, size: int) -> Iterator[Piece]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        metadata = pq.read_metadata(item.name)
-    except (pa.ArrowInvalid, OSError):
+        groups = columns.row_group_sizes(item.name)
+    except columns.DamagedColumnsError:
         yield Piece(number, 0, 0, item.size)  # reading it reports the damage under the bad-record policy
         return
-    # Compressed sizes, scaled so that a file's pieces add up to its size.
-    groups = [
-        sum(metadata.row_group(g).column(c).total_compressed_size for c in range(metadata.num_columns))
-        for g in range(metadata.num_row_groups)
-    ]
     start = filled = 0
     for group, group_size in enumerate(groups):
         filled += group_size

@@ -6,6 +6,7 @@ it. The output folder keeps the plan (plan.json); a command with another plan is
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from typing import Any
 
 from wm_ds.data import shards
 from wm_ds.errors import WmError
-from wm_ds.packing import inputs
+from wm_ds.packing import hf_datasets, inputs
 from wm_ds.packing.documents import PieceReader, Reading
+from wm_ds.packing.hf_datasets import DATASET_PREFIX
 from wm_ds.packing.inputs import Input, Piece
 from wm_ds.packing.tokenizer import TokenizerSpec, copy_tokenizer
 
@@ -160,22 +162,38 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             yield f"input {name} is missing now"
         elif name not in before:
             yield f"input {name} is new"
-        elif before[name].get("dataset") != after[name].get("dataset"):
+        elif _identity(before[name]) != _identity(after[name]):
             yield f"dataset {name} changed: another revision, split, configuration or other files"
-        elif before[name] != after[name]:
+        elif before[name]["bytes"] != after[name]["bytes"]:
             yield f"input {name} changed: it had {before[name]['bytes']} bytes, now {after[name]['bytes']}"
     if before.keys() == after.keys() and list(before) != list(after):
         yield "the inputs are in another order"
 
 
+def _identity(item: dict[str, Any]) -> dict[str, Any] | None:
+    """Which dataset an input of a plan is. Plans of earlier versions also hold the files' times."""
+    dataset = item.get("dataset")
+    return dataset and {**dataset, "files": [file[:2] for file in dataset["files"]]}
+
+
+def modification_stamp(item: Input) -> int | str | None:
+    """Changes whenever a local input's files are written or touched; None for what has no such time."""
+    if item.identity is None:
+        return os.stat(item.name).st_mtime_ns
+    repository = item.name.removeprefix(DATASET_PREFIX)
+    times = hf_datasets.modified(repository, item.identity["config"], item.identity["split"])
+    return None if times is None else hashlib.sha256(repr(times).encode()).hexdigest()
+
+
 def check_sources(plan: Plan, root: Path, numbers: list[int]) -> None:
     """Compare published shards' inputs with today's files: by time, and by content where the time differs."""
     reading = Reading(plan.settings.text_field, plan.settings.txt_split)
+    stamps = [modification_stamp(item) for item in plan.inputs] if numbers else []
     for number in numbers:
         path = root / shards.shard_name(number) / "source.json"
         for entry in json.loads(path.read_text(encoding="utf-8"))["pieces"]:
             item = plan.inputs[entry["input"]]
-            if entry["mtime_ns"] in (None, os.stat(item.name).st_mtime_ns):
+            if entry["mtime_ns"] == stamps[entry["input"]]:
                 continue
             piece = Piece(entry["input"], entry["start"], entry["stop"], entry["size"])
             reader = PieceReader(item, piece, reading, lambda _: None)
@@ -183,6 +201,6 @@ def check_sources(plan: Plan, root: Path, numbers: list[int]) -> None:
                 pass
             if reader.digest() != entry["sha256"]:
                 raise PackError(
-                    f"input {item.name} changed after {shards.shard_name(number)} was packed from it; "
-                    f"restore it, or pack into another folder"
+                    f"{'dataset' if item.identity else 'input'} {item.name} changed after "
+                    f"{shards.shard_name(number)} was packed from it; restore it, or pack into another folder"
                 )

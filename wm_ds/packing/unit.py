@@ -27,7 +27,7 @@ from wm_ds.data import shards
 from wm_ds.packing import documents
 from wm_ds.packing.documents import PieceReader, Reading
 from wm_ds.packing.inputs import Input, Piece
-from wm_ds.packing.plan import PackError, Plan, check_sources, filler_id, prepare
+from wm_ds.packing.plan import PackError, Plan, check_sources, filler_id, modification_stamp, prepare
 from wm_ds.packing.quicktok import QuicktokEncoder, build, check
 from wm_ds.packing.tokenizer import Encoder, make_encoder
 
@@ -102,7 +102,7 @@ def pack_unit(
             item = plan.inputs[piece.input]
             documents_before, tokens_before = writer.documents, writer.tokens
             reader = PieceReader(item, piece, reading, lambda size: progress(size, 0))
-            mtime = os.stat(item.name).st_mtime_ns if item.kind != "dataset" else None
+            modified = modification_stamp(item)
             for record in reader:
                 if record.problem == documents.BLANK:
                     counts["blank_lines"] += 1
@@ -133,7 +133,7 @@ def pack_unit(
                     "tokens": writer.tokens - tokens_before,
                 }
             )
-            source.append({**asdict(piece), "mtime_ns": mtime, "sha256": reader.digest()})
+            source.append({**asdict(piece), "mtime_ns": modified, "sha256": reader.digest()})
         extra = {
             "counts": {name: counts[name] for name in ("read", "empty", "blank_lines", "text_bytes")},
             "bad": dict(sorted(problems.items())),
@@ -146,6 +146,8 @@ def pack_unit(
 def _example(item: Input, piece: Piece, record: documents.Record) -> dict[str, str]:
     if item.kind == "parquet":
         place = f"{item.name}, row {record.where} from row group {piece.start}"
+    elif item.kind == "arrow":
+        place = f"{item.name}, row {record.where}"
     elif item.kind == "dataset":
         place = f"{item.name}, shard {piece.start}, row {record.where}"
     else:
