@@ -76,6 +76,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path
     path = run_file(folder, data)
     done = launch(path)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "", "warnings of libraries; those that nobody can act on belong into noise.py"
+    assert "built successfully" not in done.stdout
     return folder / "run", path
 
 
