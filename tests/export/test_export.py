@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, pipeline
 
 from tests.support import exported
 from wm_ds import trained
@@ -71,17 +71,37 @@ def test_fp32_export_is_the_checkpoint(run, folder):
 
 
 def test_ids_agree_everywhere(run, folder):
-    """EOS is the packer's in all three files; there is no BOS; padding is EOS."""
+    """EOS is the packer's in all three files; text without a prompt starts from it; padding is EOS."""
     packed = json.loads((run.parent / "packed" / "manifest.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     generation = json.loads((folder / "generation_config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id == packed["eos_id"]
     assert config["pad_token_id"] == generation["pad_token_id"] == tokenizer.pad_token_id == packed["eos_id"]
-    assert config["bos_token_id"] is None
-    assert generation.get("bos_token_id") is None
+    assert config["bos_token_id"] == generation["bos_token_id"] == packed["eos_id"]
+    assert tokenizer.bos_token_id is None, "it adds nothing to a text"
     assert tokenizer.model_max_length == config["max_position_embeddings"] == packed["seq_len"]
     exported.assert_packer_ids(tokenizer, run.parent / "tokenizer")
+
+
+def test_text_without_a_prompt_and_short_rows(folder):
+    """With the tokenizer as it is: an empty text starts from EOS, and rows of a batch as alone."""
+    pipe = pipeline("text-generation", model=str(folder), trust_remote_code=True, device="cpu")
+    settings = {"do_sample": False, "max_new_tokens": 8, "prefill": "exact"}
+    empty = pipe("", **settings)[0]["generated_text"]
+    model, tokenizer = pipe.model, pipe.tokenizer
+    start = torch.tensor([[tokenizer.eos_token_id]])
+    want = model.generate(start, attention_mask=torch.ones_like(start), **settings)
+    assert empty == tokenizer.decode(want[0], skip_special_tokens=True)
+    for inputs in ({}, tokenizer("", return_tensors="pt")):
+        assert torch.equal(model.generate(**inputs, **settings), want)
+    texts = ["a longer text than the other", "", "short"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    together = model.generate(**batch, **settings)[:, batch["input_ids"].shape[1] :]
+    assert torch.equal(together[1], want[0, 1:])
+    for text, row in zip(texts[::2], together[::2]):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **settings)[0]
+        assert torch.equal(row[: 8 - 1], alone[-8:-1]), text
 
 
 def test_card_tells_the_run(folder):

@@ -17,7 +17,11 @@ LCKV = (
     "An LCKV sandwich: {warmup} of its {layers} layers have KV of their own, and all between share the KV of "
     "the topmost of them, which past tokens have and the token itself does not have yet."
 )
-CODE = "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it."
+CODE = (
+    "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it. The "
+    "tokenizer needs no code: where `AutoTokenizer` asks whether to run the model's, answer no, or give "
+    "`trust_remote_code=False`."
+)
 HOW = (
     "A prompt is read with {passes} passes over {groups} (`prefill`, `prefill_passes` and `prefill_groups` "
     "in `config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
@@ -58,10 +62,10 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "## Use",
         "",
         "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast",
         "",
         f'model = AutoModelForCausalLM.from_pretrained("PATH"{remote})',
-        f'tokenizer = AutoTokenizer.from_pretrained("PATH"{remote})',
+        'tokenizer = PreTrainedTokenizerFast.from_pretrained("PATH")',
         'inputs = tokenizer("Once upon a time", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))",
         "```",

@@ -80,7 +80,7 @@ def main() -> None:
         sys.exit(f"error: {folder} does not fit its own model: {problems}")
     model.eval()
     save_file(probe(model, request["tokens"], request.get("new_tokens", 0)), result_file)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it needs none
     texts = complete(model, tokenizer, request.get("prompts", []), request.get("prompt_tokens", 40))
     print(json.dumps({"class": type(model).__name__, "dtype": str(model.dtype), "texts": texts}))
 

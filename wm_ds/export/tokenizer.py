@@ -36,7 +36,7 @@ def agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | No
 
     Returns the tokenizer's size: ids from there to vocab_size are padding of the vocabulary.
     """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = _load(tokenizer_dir)
     size = max(tokenizer.get_vocab().values()) + 1  # len(tokenizer), unless it leaves out ids
     if size > config.vocab_size:
         raise ExportError(
@@ -55,8 +55,15 @@ def agree_on_ids(config: Any, tokenizer_dir: Path, eos_id: int, sha256: str | No
         )
     config.eos_token_id = eos_id
     config.pad_token_id = eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    config.bos_token_id = tokenizer.bos_token_id
+    # What text without a prompt starts from. The packer writes no BOS, also where the tokenizer has one: EOS
+    # alone marks where documents begin and end.
+    config.bos_token_id = eos_id
     return size
+
+
+def _load(folder: Path) -> Any:
+    """The folder's tokenizer. It needs no code of its own: transformers is not to ask whether to run any."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _packer(tokenizer_dir: Path) -> TokenizerSpec:
@@ -72,19 +79,18 @@ def copy_tokenizer(tokenizer_dir: Path, folder: Path, max_length: int) -> None:
     for name in copied:
         shutil.copyfile(tokenizer_dir / name, folder / name)
     if "tokenizer.json" not in copied:
-        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+        _load(tokenizer_dir).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
     settings["model_max_length"] = max_length
+    settings["padding_side"] = "left"  # right of it, generation would continue the padding of short rows
     if settings.get("pad_token") is None:
         # Left unset, every batched use would stop to ask for one; EOS is what such models pad with.
-        settings["pad_token"] = (
-            settings.get("eos_token") or AutoTokenizer.from_pretrained(tokenizer_dir).eos_token
-        )
+        settings["pad_token"] = settings.get("eos_token") or _load(tokenizer_dir).eos_token
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     texts = _random_texts(1000)
     ids, offsets = make_encoder(_packer(tokenizer_dir)).encode(texts)
-    theirs = AutoTokenizer.from_pretrained(folder)(texts, add_special_tokens=False)["input_ids"]
+    theirs = _load(folder)(texts, add_special_tokens=False)["input_ids"]
     for text, start, stop, found in zip(texts, offsets, offsets[1:], theirs):
         if ids[start:stop].tolist() != found:
             raise ExportError(

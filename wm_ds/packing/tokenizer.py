@@ -100,7 +100,9 @@ def _load_transformers(name: str) -> Any:
     try:
         if path.is_file() and path.suffix == ".json":
             return PreTrainedTokenizerFast(tokenizer_file=name)
-        return AutoTokenizer.from_pretrained(name)
+        # A tokenizer is data. Left open, transformers would ask on the terminal whether to run the code of
+        # an exported model that lies in the same folder.
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; for the user it is one
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(

@@ -133,7 +133,7 @@ def save(tokenizer: Any, model: bytes, folder: Path, sample: list[str]) -> dict[
 
     tokenizer.save_pretrained(folder)
     (folder / "sentencepiece.model").write_bytes(model)
-    loaded = AutoTokenizer.from_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokens = 0
     texts = [*_ROUND_TRIPS, *sample]
     for text in texts:
