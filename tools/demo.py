@@ -229,12 +229,11 @@ def summary(demo: Demo, settings: configuration.Config) -> None:
     held_out = [row["holdout_loss"] for row in rows if "holdout_loss" in row][-1]
     entropy = numbers["unigram_entropy"]
     weights = sum(path.stat().st_size for path in EXPORT.glob("model*.safetensors")) / 4e6
-    passes = [row for row in numbers["rows"] if row["schedule"].startswith("cyclic")]
-    some = {
-        row["schedule"].partition(",")[0]: row["perplexity"]
-        for row in numbers["rows"]
-        if " on " in row["schedule"]
-    }
+    passes = [row for row in numbers["rows"] if row["kind"] == "cyclic" and not row["beside_exact"]]
+    exact, trained = (
+        next(row["perplexity"] for row in numbers["rows"] if row["beside_exact"] and row[key] == value)
+        for key, value in (("kind", "exact"), ("as_trained", True))
+    )
     seconds = sum(entry["seconds"] for entry in demo.state.values() if isinstance(entry, dict))
     this_time = ""
     if "DEMO_STARTED" in os.environ:
@@ -254,7 +253,7 @@ def summary(demo: Demo, settings: configuration.Config) -> None:
         ("", f"{entropy:.3f} is the unigram entropy of the held-out text: the best without any context"),
         ("perplexity", ", ".join(f"{row['perplexity']:.2f}" for row in passes)),
         ("", f"held out, with 1 to {len(passes)} passes"),
-        ("", f"{some['as trained']:.2f} as trained, {some['exact']:.2f} exactly, on the same few sequences"),
+        ("", f"{trained:.2f} as trained, {exact:.2f} exactly, on the same few sequences"),
         ("export", f"loads without wm_ds, logits as the trainer's to {check['difference']:.0e}"),
         ("time", f"{this_time}{seconds:.0f} s for all steps"),
         ("memory", f"{demo.state['peak_bytes'] / 1e9:.1f} GB at most, all processes together"),

@@ -26,7 +26,7 @@ from tools.count_flops import Account, count, forward
 from wm_ds import trained
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.errors import run_cli
-from wm_ds.evaluate import __main__ as evaluate
+from wm_ds.evaluate import perplexity as evaluate
 from wm_ds.files import write_atomically, write_json
 from wm_ds.model import Schedule
 

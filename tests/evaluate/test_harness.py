@@ -19,6 +19,8 @@ from tests.support import exported
 from wm_ds import trained
 from wm_ds.evaluate import __main__ as evaluate
 from wm_ds.evaluate import harness
+from wm_ds.evaluate.perplexity import mean_loss
+from wm_ds.evaluate.scheduled_lm import ScheduledLM
 from wm_ds.model import Schedule, WhiteMatterConfig, WhiteMatterForCausalLM
 from wm_ds.plan.storage_tracker import StorageTracker
 
@@ -40,8 +42,8 @@ def model(run):
     return trained.find(run).load(torch.float32)
 
 
-def make_lm(model, tokenizer, batch: int, schedule=None) -> harness.ScheduledLM:
-    return harness.ScheduledLM(model, tokenizer, batch_size=batch, schedule=schedule)
+def make_lm(model, tokenizer, batch: int, schedule=None) -> ScheduledLM:
+    return ScheduledLM(model, tokenizer, batch_size=batch, schedule=schedule)
 
 
 def requests(count: int = 40) -> list[tuple[str, str]]:
@@ -282,14 +284,14 @@ def test_evaluation_never_holds_whole_logits():
     model = WhiteMatterForCausalLM(config).eval()
     tokens = torch.randint(151_936, (1, 2048))
     batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "document_ids": torch.zeros_like(tokens)}
-    lm = harness.ScheduledLM.__new__(harness.ScheduledLM)
+    lm = ScheduledLM.__new__(ScheduledLM)
     lm._model, lm.schedule, lm._device, lm._rank = model, None, torch.device("cpu"), 0
     lm._max_length, lm.batch_size_per_gpu, lm.scored, lm.said = 2048, 1, 0, time.monotonic()
     lm.cuts = Counter()
     row = tokens[0].tolist()
     found = {}
     for name, evaluation in {
-        "perplexity": lambda: evaluate.mean_loss(model, [batch], None, torch.device("cpu"))[0] * 2048,
+        "perplexity": lambda: mean_loss(model, [batch], None, torch.device("cpu"))[0] * 2048,
         "lm-eval": lambda: -lm._loglikelihood_tokens([(None, row[:1], [*row[1:], row[0]])])[0][0],
     }.items():
         with StorageTracker(model.parameters()) as tracker:
@@ -394,8 +396,8 @@ def test_tasks_that_generate_report_every_filter(run, tmp_path, monkeypatch, cap
     assert report["schedule"].startswith("exact")
     assert set(report["results"]["gsm8k"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
     assert report["cuts"]["gsm8k"] == {
-        harness.ScheduledLM.ANSWER: 3,
-        harness.ScheduledLM.PROMPT: 3,
+        ScheduledLM.ANSWER: 3,
+        ScheduledLM.PROMPT: 3,
     }
     said = capfd.readouterr()
     assert "exact_match,flexible-extract" in said.out

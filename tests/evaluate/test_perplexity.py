@@ -1,6 +1,5 @@
 """Held-out perplexity against sums computed another way."""
 
-import argparse
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from wm_ds import trained
 from wm_ds.data.sequences import PackedSequences
 from wm_ds.engine.loss import TokenLoss
 from wm_ds.evaluate import __main__ as evaluate
+from wm_ds.evaluate import perplexity
 from wm_ds.export import export
 from wm_ds.families import build_model
 
@@ -40,12 +40,12 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(run) -> dict:
-    return perplexity(run)
+    return evaluated(run)
 
 
-def perplexity(source: Path, **options: object) -> dict:
-    namespace = argparse.Namespace(source=source, **{**OPTIONS, **options})
-    return evaluate.evaluate_perplexity(namespace, evaluate.alone())
+def evaluated(source: Path, **options: object) -> dict:
+    question = perplexity.Question(source=source, **{**OPTIONS, **options})
+    return perplexity.evaluate(question, perplexity.alone())
 
 
 def losses(report: dict) -> dict[str, float]:
@@ -91,8 +91,14 @@ def test_rows_of_the_table(report):
         "cyclic, g=8, 4 passes",
     ]
     assert len({round(by_name[name], 7) for name in names[:4]}) == 4  # the passes differ on this model
+    kinds = [(row["kind"], row["as_trained"], row["beside_exact"]) for row in report["rows"]]
+    plain = ("cyclic", False, False)
+    assert kinds == [
+        *(plain, plain, ("cyclic", True, False), plain),
+        *(("converged", False, False), ("cyclic", True, True), ("exact", False, True)),
+    ]
     assert all(row["perplexity"] == pytest.approx(math.exp(row["loss"])) for row in report["rows"])
-    everything = losses(report | perplexity(Path(report["source"]), exact=8))
+    everything = losses(report | evaluated(Path(report["source"]), exact=8))
     assert everything["until converged to 1e-06"] == pytest.approx(
         everything["exact, on 8 sequences"], abs=1e-5
     )
@@ -100,8 +106,8 @@ def test_rows_of_the_table(report):
 
 def test_batch_size_does_not_matter(run, report):
     """To rounding: this model's random weights amplify that of fp32 to some 1e-6, so fp64 tells the rule."""
-    assert losses(perplexity(run, batch=8)) == pytest.approx(losses(report), abs=2e-5)
-    one, eight = (losses(perplexity(run, batch=batch, dtype="float64", exact=1)) for batch in (1, 8))
+    assert losses(evaluated(run, batch=8)) == pytest.approx(losses(report), abs=2e-5)
+    one, eight = (losses(evaluated(run, batch=batch, dtype="float64", exact=1)) for batch in (1, 8))
     assert one == pytest.approx(eight, abs=1e-10)
     assert one["cyclic, g=8, 1 pass"] == pytest.approx(losses(report)["cyclic, g=8, 1 pass"], abs=2e-5)
 
@@ -138,12 +144,12 @@ def learned(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def learned_report(learned) -> dict:
-    return perplexity(learned, batch=1, tolerance=1e-5)
+    return evaluated(learned, batch=1, tolerance=1e-5)
 
 
 def test_the_value_is_the_same_at_any_batch_size(learned, learned_report):
     for batch in (3, 8):
-        other = perplexity(learned, batch=batch, tolerance=1e-5)
+        other = evaluated(learned, batch=batch, tolerance=1e-5)
         assert values(other) == pytest.approx(values(learned_report), rel=1e-6)
         assert [row["tokens"] for row in other["rows"]] == [row["tokens"] for row in learned_report["rows"]]
 
@@ -176,7 +182,7 @@ def test_exports_keep_the_perplexity(learned, learned_report, tmp_path, monkeypa
         source, tmp_path / "out", dtype=getattr(torch, dtype), max_shard_size=10**9, say=lambda _: None
     )
     data = learned.parent / "packed"
-    other = perplexity(folder, data=data, tolerance=1e-2, dtype=dtype, exact=1)
+    other = evaluated(folder, data=data, tolerance=1e-2, dtype=dtype, exact=1)
     name = "cyclic, g=8, 3 passes, as trained"
     assert values(other)[name] == pytest.approx(values(learned_report)[name], rel=1e-3)
 
@@ -186,15 +192,15 @@ def test_folder_gives_the_same_numbers_as_its_run(run, report, tmp_path):
     folder = export.export(
         source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9, say=lambda _: None
     )
-    other = perplexity(folder, data=run.parent / "packed")
+    other = evaluated(folder, data=run.parent / "packed")
     assert losses(other) == pytest.approx(losses(report), abs=1e-7)
-    with pytest.raises(evaluate.EvaluationError, match="say with --data"):
-        perplexity(folder)
+    with pytest.raises(perplexity.EvaluationError, match="say with --data"):
+        evaluated(folder)
 
 
 def test_vanilla_has_one_row(tmp_path):
     run = exported.make_run(tmp_path, family="vanilla")
-    report = perplexity(run)
+    report = evaluated(run)
     assert list(losses(report)) == ["one pass"]
     model = trained.find(run).load(torch.float32)
     total, tokens = 0.0, 0
