@@ -111,9 +111,10 @@ MAY_IMPORT = {
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
     },
+    "start": {"checkpoint", "config", "data", "distributed", "engine", "optim", "run"},
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),
-        *("run", "engine", "checkpoint", "plan", "metrics"),
+        *("run", "engine", "checkpoint", "plan", "metrics", "start"),
     },
 }
 

@@ -42,12 +42,12 @@ def log_as_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def sink(folder: Path, *, rank: int = 0, attempt: int = 1, **log: Any) -> Metrics:
+def sink(folder: Path, *, rank: int = 0, attempt: int = 1, begun: int = 0, **log: Any) -> Metrics:
     config = configuration.parse(changed(run__dir=str(folder), log={"every": 2, **log}))
     world = World(rank, rank, 2, CPU, "gloo")
     flops = Flops(3e6, 4e6)
     terminal.start()
-    m = Metrics(config, total_steps=4, attempt=attempt, world=world, positions=1000, flops=flops)
+    m = Metrics(config, total_steps=4, attempt=attempt, world=world, positions=1000, flops=flops, begun=begun)
     m.start()
     return m
 
@@ -111,6 +111,18 @@ def test_tensorboard_has_the_same_scalars(tmp_path):
     assert found["holdout_loss"] == [(2, 2.75)]
     assert {"grad_norm", "tokens", "tokens_per_s", "step_s", "spike"} <= found.keys()
     assert "step" not in found
+
+
+def test_steps_that_a_kill_made_void_are_no_points_of_tensorboard(tmp_path):
+    """Killed at step 17 and gone on from 10: 30 steps are 30 points, as the second attempt had them."""
+    for attempt, begun, last in ((1, 0, 17), (2, 10, 30)):
+        m = sink(tmp_path, attempt=attempt, begun=begun)
+        for step in range(begun + 1, last + 1):
+            m.step(result(step, float(attempt)), total_tokens=900 * step, data_s=0.0, extra={})
+        m.close()
+    points = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [point.step for point in points] == list(range(1, 31))
+    assert [point.value for point in points] == [1.0] * 10 + [2.0] * 20
 
 
 def test_tensorboard_can_be_left_out(tmp_path):

@@ -140,11 +140,13 @@ def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, dat
 def test_starting_from_an_explicit_checkpoint(straight, data, tmp_path):
     path = run_file(tmp_path, data)
     missing = launch(path, f"checkpoint.resume={tmp_path / 'nowhere'}")
-    assert missing.returncode == 1
-    assert "nowhere" in missing.stderr
-    assert not rows(tmp_path / "run", "loss")
+    assert missing.returncode == 2, "refused: a batch script must not try again"
+    assert f"checkpoint.resume = {tmp_path / 'nowhere'}: " in missing.stderr
+    assert not list((tmp_path / "run").glob("*.*")), "a refused start leaves nothing but its attempt"
     done = launch(path, f"checkpoint.resume={straight[0] / 'checkpoints' / 'step_00000004'}")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"yet: starting from {straight[0] / 'checkpoints' / 'step_00000004'}\n" in done.stdout
+    assert "starting at step 0" not in done.stdout
     ours = rows(tmp_path / "run", "loss")
     assert [row["step"] for row in ours] == [5, 6]
     assert [row["loss"] for row in ours] == [row["loss"] for row in rows(straight[0], "loss")[4:]]

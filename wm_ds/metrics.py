@@ -42,8 +42,10 @@ class Metrics:
         world: World,
         positions: int,
         flops: Flops | None = None,
+        begun: int = 0,
     ) -> None:
-        """`positions`: tokens of a step's rows, filler included; `flops`: per token, None where not known."""
+        """`positions`: tokens of a step's rows, filler included; `flops`: per token, None where not known;
+        `begun`: the step that this attempt goes on from. What earlier ones said of later steps is void."""
         self.active, self.total, self.attempt, self.every = (
             world.is_main,
             total_steps,
@@ -74,7 +76,9 @@ class Metrics:
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=begun + 1 if self._seen_step > begun else None
+            )
         if config.log.wandb:
             import wandb
 

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from wm_ds.checkpoint.layout_proof import LayoutError
@@ -21,14 +20,14 @@ from wm_ds.config import validate
 from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.config.reference import summary
 from wm_ds.config.schema import Config, ConfigError
-from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches
+from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.distributed.process_group import SetupError, World
 from wm_ds.engine.compile import compile_blocks
-from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
+from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.engine.diagnostics import observe
 from wm_ds.engine.engine import Engine, TrainingFailed, build
 from wm_ds.engine.init_weights import Shell
@@ -37,10 +36,10 @@ from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
-from wm_ds.run import directory
-from wm_ds.run.attempt import Attempt, SupersededError, join
+from wm_ds.run.attempt import Attempt, SupersededError
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
+from wm_ds.start import accept, choose, claim, on_main, open_data
 
 log = logging.getLogger("wm_ds.train")
 REFUSED = (ConfigError, SetupError, ShardError, LayoutError)
@@ -138,14 +137,6 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         compile_blocks(shell.lm)
     log.info(format_table(table_for(config, shell.lm)))
     engine = build(config, json, shell.lm, world, batches.seq_len, shell.values(config.run.seed))
-    metrics = Metrics(
-        config,
-        total_steps=total,
-        attempt=attempt.number,
-        world=world,
-        positions=config.batch.global_batch * batches.seq_len,
-        flops=training(hf_config, batches.seq_len, config.recompute),
-    )
     checkpoints = Checkpoints(
         engine.ds,
         config.run.dir,
@@ -154,12 +145,20 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
     )
-    found = checkpoints.choose()
-    if found is None and config.checkpoint.resume is not None:
-        found = checkpoints.choose(config.checkpoint.resume)
+    found = choose(config, checkpoints)
     if found is not None:
         engine.load_state_dict(checkpoints.load(found)["engine"])
     checkpoints.prove("the first step")
+    engine.rate = on_main(world, lambda: accept(config, json, world, batches, found, engine.steps))
+    metrics = Metrics(
+        config,
+        total_steps=total,
+        attempt=attempt.number,
+        world=world,
+        positions=config.batch.global_batch * batches.seq_len,
+        flops=training(hf_config, batches.seq_len, config.recompute),
+        begun=engine.steps,
+    )
     if world.is_main:
         clear_markers(config.run.dir)
 
@@ -183,64 +182,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 last = engine.steps == total or reason is not None
                 checkpoints.save(engine.steps, {"engine": engine.state_dict()}, wait=last)
                 metrics.pause()
-    how = (
-        {"step": engine.steps}
-        if engine.steps >= total
-        else {"step": engine.steps, "reason": reason, "began": began}
-    )
+    how: dict[str, Any] = {"step": engine.steps, "began": began}
+    if engine.steps < total:
+        how["reason"] = reason
     finish(config, engine, total, how, attempt, metrics, world)
     watchdog.stop()
     engine.ds.destroy()
-
-
-def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
-    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
-    batches = GlobalBatches(
-        [s.model_dump() for s in config.data.sources()],
-        global_batch=config.batch.global_batch,
-        seed=config.run.seed,
-    )
-    validate.check_against_data(
-        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
-    )
-    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
-    if holdout.seq_len != batches.seq_len:
-        raise ConfigError(
-            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
-        )
-    return batches, holdout
-
-
-def on_main(world: World, act: Callable[[], Attempt]) -> Attempt:
-    """Rank 0's answer on every rank; its refusal stops all of them."""
-    answer: Any = None
-    problem: Exception | None = None
-    if world.is_main:
-        try:
-            answer = act()
-        except (ConfigError, SupersededError) as error:
-            problem = error
-    answer, problem = process_group.broadcast((answer, problem))
-    if problem is not None:
-        raise problem
-    return answer
-
-
-def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
-    """Take the run directory for this launch, after checking that it is this run's."""
-    accumulation = config.accumulation(world.size)
-    notes = directory.prepare(config, deepspeed_config(config, json, accumulation, ()), world)
-    attempt = join(config.run.dir, solo=world.size == 1)
-    positions = config.batch.global_batch * batches.seq_len
-    log.info(
-        f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
-        f"{config.total_steps(batches.seq_len)} steps of {config.batch.global_batch} x {batches.seq_len} = "
-        f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per "
-        f"{f'group of {config.sequence_parallel} ranks' if config.sequence_parallel > 1 else 'rank'})",
-    )
-    for note in notes:
-        log.info("changed since the last start: %s", note)
-    return attempt
 
 
 def due(every: int | None, step: int, total: int) -> bool:
@@ -271,6 +218,8 @@ def finish(
 ) -> None:
     """Publish how the run ended (`how`: the marker's content); the checkpoint is written by now."""
     done = engine.steps >= total
+    if done and how.get("began") == total:
+        log.info("nothing left to do: an earlier attempt has reached step %d of %d", total, total)
     log.info(
         f"done: {engine.steps} steps, {engine.tokens:,} tokens"
         if done

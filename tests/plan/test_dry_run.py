@@ -17,7 +17,7 @@ from wm_ds.families import build_model, model_config
 from wm_ds.plan.dry_run import dry_run
 from wm_ds.plan.memory import GIB, configured
 from wm_ds.plan.way import Run
-from wm_ds.train import open_data
+from wm_ds.start import open_data
 
 
 @pytest.fixture

@@ -151,16 +151,17 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------
 
-    def choose(self, resume: str | Path | None = None) -> Path | None:
+    def choose(self, resume: str | Path | None = None, *, otherwise: str | Path | None = None) -> Path | None:
         """The checkpoint to load, None for a fresh start; the same on all ranks.
 
         With `resume` (a checkpoint, or a run directory whose latest is meant) it is that or an error.
-        Without, it is the newest complete one of this run directory. Changes nothing.
+        Without, it is the newest complete one of this run directory, and where there is none the one that
+        `otherwise` names, in the same way. Changes nothing.
         """
         answer: tuple[str | None, str | None] = (None, None)
         if self.rank == 0:
             try:
-                path = self._choose(resume)
+                path = self._choose(resume, otherwise)
                 answer = (None if path is None else str(path), None)
             except CheckpointError as error:
                 answer = (None, str(error))
@@ -171,16 +172,22 @@ class Checkpoints:
             raise CheckpointError(problem)
         return None if path_text is None else Path(path_text)
 
-    def _choose(self, resume: str | Path | None) -> Path | None:
+    def _choose(self, resume: str | Path | None, otherwise: str | Path | None) -> Path | None:
         if resume is None:
             found = find_latest(self.run_dir, self._say)
+            if found is None and otherwise is not None:
+                found = self._named(Path(otherwise))
+                self._say(f"no checkpoint in {checkpoints_dir(self.run_dir)} yet: starting from {found}")
+                return found
             self._say(
                 f"no checkpoint in {checkpoints_dir(self.run_dir)}: starting at step 0"
                 if found is None
                 else f"resuming from {found}"
             )
             return found
-        resume = Path(resume)
+        return self._named(Path(resume))
+
+    def _named(self, resume: Path) -> Path:
         if checkpoints_dir(resume).is_dir():
             found = find_latest(resume, self._say)
             if found is None:

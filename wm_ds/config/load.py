@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
 from wm_ds.config.validate import contradictions, nearest
 
-__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "parse", "schedule_steps"]
+__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "parse", "rate_schedule"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -156,8 +156,8 @@ def _known_keys(path: tuple) -> list[str]:
     return list(at.model_fields)
 
 
-def schedule_steps(config: Config, seq_len: int) -> dict[str, Any]:
-    """Arguments of optim.learning_rate for this run: peak, total, warmup, kind, floor, decay."""
+def rate_schedule(config: Config, seq_len: int) -> dict[str, Any]:
+    """Fields of optim's RateSchedule for this run: peak, total, warmup, kind, floor, decay."""
     total = config.total_steps(seq_len)
     tokens = seq_len * config.batch.global_batch
     o = config.optim

@@ -54,6 +54,29 @@ def align_up(position: Any, align: int) -> Any:
     return -(-position // align) * align
 
 
+def content(manifest: dict[str, Any]) -> str:
+    """sha256 of what training reads: the rows, their order and their split, wherever the folder lies.
+
+    Two folders have the same one where every batch of every run would be the same.
+    """
+    names = (
+        "seq_len",
+        "align",
+        "tail",
+        "shuffle_seed",
+        "sequences",
+        "holdout",
+        "eos_id",
+        "filler_id",
+        "dtype",
+    )
+    rows = [
+        [record[name] for name in ("length", "sha256_tokens", "sha256_ends")] for record in manifest["shards"]
+    ]
+    said = {name: manifest[name] for name in names} | {"shards": rows}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 def shard_name(index: int) -> str:
     return f"shard-{index:06d}"
 

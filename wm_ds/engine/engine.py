@@ -47,7 +47,7 @@ from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.engine.sequence_parallel import SequenceShard
 from wm_ds.errors import WmError
 from wm_ds.model.shard import ALL, Shard
-from wm_ds.optim.learning_rate import learning_rate
+from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.muon import MuonAdamW, Settings
 from wm_ds.optim.partition import fragments, masters, parameter_names
 
@@ -91,18 +91,18 @@ class Engine:
         optimizer: MuonAdamW,
         world: World,
         config: Config,
-        schedule: dict[str, Any],
+        rate: RateSchedule,
         accumulation: int,
         shard: Shard = ALL,
     ) -> None:
         self.ds, self.optimizer, self.world = ds, optimizer, world
         self.clip, self.clips_locally = config.optim.clip, config.optim.clips_locally
-        self.guard, self.schedule, self.accumulation = config.guard, schedule, accumulation
+        self.guard, self.rate, self.accumulation = config.guard, rate, accumulation
         self.shard = shard
         self.stage = int(ds.zero_optimization_stage())
         self.sums_own = sums_own_gradients(config, self.stage, accumulation)
         self.steps = 0
-        """Steps taken, skipped ones included: the data's cursor and the schedule's argument."""
+        """Steps taken, skipped ones included: the data's cursor and the learning rate's argument."""
         self.tokens = 0
         """Valid labels seen, skipped steps included."""
         self.skipped = 0
@@ -159,7 +159,7 @@ class Engine:
             grad_norm = math.sqrt(norm_total / self.world.size if self.stage == 0 else norm_total)
             scale = min(1.0, self.clip / (grad_norm + CLIP_EPS)) if self.clip > 0 else 1.0
         reason, spike = self._judge(loss, grad_norm, tokens)
-        lr = learning_rate(self.steps + 1, **self.schedule)
+        lr = learning_rate(self.steps + 1, self.rate)
         self.optimizer.set_lr(lr)
         self.optimizer.skip, self.optimizer.grad_scale = reason is not None, scale
         with clock.of("optimizer"):
@@ -408,5 +408,5 @@ def build(
             ds.module.head_loss, ds.module.lm.get_output_embeddings().weight
         )
     optimizer.attach(masters(ds), fragments(ds), world.device)
-    schedule = configuration.schedule_steps(config, seq_len)
-    return Engine(ds, optimizer, world, config, schedule, accumulation, shard)
+    rate = RateSchedule(**configuration.rate_schedule(config, seq_len))
+    return Engine(ds, optimizer, world, config, rate, accumulation, shard)

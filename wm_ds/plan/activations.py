@@ -96,8 +96,7 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
     if layers > shallow + EXTRA_LAYERS:
         ends = []
         for depth in (shallow, shallow + EXTRA_LAYERS):
-            layer_types = {"layer_types": None} if hf.model_type == "qwen3" else {}
-            shallower = _variant(hf, num_hidden_layers=depth, **layer_types)
+            shallower = _variant(hf, num_hidden_layers=depth, layer_types=None)
             ends.append(_body(shallower, length, precision, recompute, ranks))
         slope = (layers - shallow) / EXTRA_LAYERS
         kept, peak = (

@@ -16,7 +16,7 @@ from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
 from wm_ds.engine.zero3 import parameter_shapes
 from wm_ds.families import model_class, model_config
-from wm_ds.optim.learning_rate import learning_rate
+from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.memory import GIB, Plan, configured
@@ -43,8 +43,8 @@ def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdou
     full = deepspeed_config(config, json, accumulation, parameter_shapes(lm), ranks)
     total = config.total_steps(batches.seq_len)
     tokens = config.batch.global_batch * batches.seq_len
-    schedule = configuration.schedule_steps(config, batches.seq_len)
-    points = sorted({1, max(1, schedule["warmup"]), (total + schedule["warmup"]) // 2, total})
+    rate = RateSchedule(**configuration.rate_schedule(config, batches.seq_len))
+    points = sorted({1, max(1, rate.warmup), (total + rate.warmup) // 2, total})
     cost = training(hf, batches.seq_len, config.recompute)
     lines = [
         "# the run",
@@ -66,8 +66,8 @@ def dry_run(config: Config, json: dict[str, Any], batches: GlobalBatches, holdou
         f"({total * config.batch.global_batch / batches.rows:.2f} epochs)",
         f"{accumulation} micro-batches of {config.batch.micro_batch} per "
         f"{f'group of {n} ranks (sequence_parallel)' if n > 1 else 'rank'} and step",
-        f"warm-up {schedule['warmup']} steps; learning rate "
-        + ", ".join(f"{learning_rate(p, **schedule):.3g} at step {p}" for p in points),
+        f"warm-up {rate.warmup} steps; learning rate "
+        + ", ".join(f"{learning_rate(p, rate):.3g} at step {p}" for p in points),
     ]
     if cost is not None:
         lines.append(

@@ -2,56 +2,121 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from wm_ds.config import load as configuration
-from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.schema import Config, ConfigError, Source
 from wm_ds.distributed.process_group import World
 from wm_ds.files import write_atomically, write_json
 
 # What makes a run the run that it is: a start that differs here would continue something else.
-IDENTITY = ("model", "data.train", "run.seed", "batch.global_batch")
-# What only says where and how often, and may change without a word.
-QUIET = ("run.dir", "run.timeout_minutes", "run.time_limit_minutes", "log", "checkpoint", "evaluate")
+IDENTITY = ("model", "run.seed", "batch.global_batch")
+# What only says where and how often, and may change without a word. The data is compared by its content.
+QUIET = ("run.dir", "run.timeout_minutes", "run.time_limit_minutes", "log", "checkpoint", "evaluate", "data")
+HISTORY = "history.json"
+
+# The content of the packed data at a path, as a checksum; None where there is none.
+Content = Callable[[str], str | None]
 
 
-def prepare(config: Config, deepspeed: dict[str, Any], world: World) -> list[str]:
-    """Create the run's directory, or check that the one there holds this run; rank 0 only.
+def check(config: Config, content: Content) -> list[str]:
+    """Check that the run's directory is new or holds this run; changes nothing. Rank 0 only.
 
     Returns what changed since the last start, one line each. Raises ConfigError naming what differs where the
     directory holds another run, or is not one of ours.
     """
     folder = Path(config.run.dir)
-    notes: list[str] = []
-    known = folder / "config.yaml"
-    if known.is_file():
-        before = configuration.load(known)
-        changes = _differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
-        fatal = [c for c in changes if _under(c[0], IDENTITY)]
-        if fatal:
+    before = recorded(folder)
+    if before is None:
+        if folder.exists() and any(_is_foreign(path) for path in folder.iterdir()):
             raise ConfigError(
-                f"{folder} holds another run: "
-                + "; ".join(f"{key} is {old!r} there and {new!r} here" for key, old, new in fatal)
-                + "; give another run.dir, or remove the directory"
+                f"{folder} exists and is no run directory (no config.yaml): give another run.dir"
             )
-        notes = [f"{k}: {old!r} -> {new!r}" for k, old, new in changes if not _under(k, QUIET)]
-    elif folder.exists() and any(not p.name.startswith((".", "attempts", "logs")) for p in folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is no run directory (no config.yaml): give another run.dir")
+        return []
+    changes = _differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    fatal = [f"{k} is {old!r} there and {new!r} here" for k, old, new in changes if _under(k, IDENTITY)]
+    fatal += _other_data(before, config, history(folder), content)
+    if fatal:
+        raise ConfigError(
+            f"{folder} holds another run: {'; '.join(fatal)}; give another run.dir, or remove the directory"
+        )
+    return [f"{k}: {old!r} -> {new!r}" for k, old, new in changes if not _under(k, (*IDENTITY, *QUIET))]
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether something in a folder without config.yaml is not what a start leaves that was not accepted."""
+    if path.name == "checkpoints":
+        return not path.is_dir() or any(path.iterdir())
+    return not path.name.startswith((".", "attempts", "logs"))
+
+
+def _other_data(before: Config, config: Config, known: dict[str, Any], content: Content) -> list[str]:
+    """Training data that is not what the run was trained on so far, by content, each in words."""
+    old, new = before.data.sources(), config.data.sources()
+    if [s.weight for s in old] != [s.weight for s in new]:
+        return [f"data.train is {_shown(old)} there and {_shown(new)} here"]
+    found = []
+    # A run from before contents were recorded: what lies at its paths now is all that can be known.
+    contents = known.get("data") or [content(source.path) for source in old]
+    for source, there, here in zip(old, contents, new, strict=True):
+        if there is None and os.path.realpath(source.path) == os.path.realpath(here.path):
+            continue
+        if there != content(here.path):
+            again = f" (from {source.path})" if source.path != here.path else " (it was packed again since)"
+            found.append(
+                f"data.train: {here.path} holds other rows than the run was trained on so far{again}"
+            )
+    return found
+
+
+def _shown(sources: list[Source]) -> str:
+    return ", ".join(f"{source.path} x {source.weight:g}" for source in sources)
+
+
+def recorded(folder: str | Path) -> Config | None:
+    """The run's configuration at its last start, None for a directory that is no run's."""
+    known = Path(folder) / "config.yaml"
+    return configuration.load(known) if known.is_file() else None
+
+
+def history(folder: str | Path) -> dict[str, Any]:
+    """What the run was trained with so far: `data`, the contents of its sources, and `rates`, its
+    learning-rate schedules, each with the step `from` which it held. Empty where nothing is recorded."""
+    path = Path(folder) / HISTORY
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); remove it, and the run's config.yaml counts instead"
+        ) from None
+    return found if isinstance(found, dict) else {}
+
+
+def record(config: Config, deepspeed: dict[str, Any], world: World, known: dict[str, Any]) -> None:
+    """Write down what the run is trained with from here on, once its start is accepted; rank 0 only.
+
+    `known`: what `history` returns at the next start. Raises ConfigError where nothing can be written.
+    """
+    folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(known, configuration.dump(config))
+        write_json(folder / HISTORY, known, indent=1)
+        write_atomically(folder / "config.yaml", configuration.dump(config))
         write_json(folder / "ds_config.json", deepspeed, indent=2)
         write_json(folder / "environment.json", environment(world), indent=2)
     except OSError as error:
         raise ConfigError(f"run.dir = {folder} cannot be written: {error.strerror}") from None
-    return notes
 
 
 def environment(world: World) -> dict[str, Any]:

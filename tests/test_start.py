@@ -1,0 +1,202 @@
+"""Whether a run may start, where it goes on, and what is then fixed: on run directories, without training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.config.test_load import changed
+from tests.support import toy_corpus
+from wm_ds import start
+from wm_ds.config import load as configuration
+from wm_ds.config.schema import Config, ConfigError
+from wm_ds.data import shards
+from wm_ds.distributed.process_group import World
+from wm_ds.optim.learning_rate import RateSchedule, learning_rate
+from wm_ds.run import directory
+
+WORLD = World(0, 0, 1, torch.device("cpu"), "gloo")
+JSON = {"zero_optimization": {"stage": 2}}
+OLD = Path(__file__).parent / "fixtures" / "old_run"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return toy_corpus.packed(tmp_path / "data", 60, "--seq-len", 24, "--holdout", 4)
+
+
+def a_run(folder: Path, data: Path | str, **changes: Any) -> Config:
+    optim = {"optim__lr": 3e-3, "optim__warmup": "10%", "optim__schedule": "constant"}
+    base = {"run__dir": str(folder / "run"), "data__train": str(data), "steps": 20, "tokens": None}
+    return configuration.parse(changed(**(base | optim | changes)))
+
+
+def accept(config: Config, step: int, found: Path | None = None) -> RateSchedule:
+    """What a start at `step` from `found` (default: the run's own checkpoint) settles."""
+    if found is None and step > 0:
+        found = Path(config.run.dir) / "checkpoints" / f"step_{step:08d}"
+    return start.accept(config, JSON, WORLD, SimpleNamespace(seq_len=24), found, step)
+
+
+def check(config: Config) -> list[str]:
+    return directory.check(config, start.content)
+
+
+# -- the data is what it was
+
+
+def repack(data: Path, texts: int, *options: Any) -> None:
+    shutil.rmtree(data)
+    source = toy_corpus.write_jsonl(data.parent / "texts.jsonl", toy_corpus.numbered(texts, 3))
+    assert toy_corpus.pack(data, [source], data.parent / "tokenizer", *options) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--seq-len", 24, "--holdout", 4),  # other text
+        ("--seq-len", 24, "--holdout", 4, "--shuffle-seed", 7),
+        ("--seq-len", 16, "--holdout", 4),
+        ("--seq-len", 24, "--holdout", 5),
+    ],
+)
+def test_data_that_was_packed_again_in_the_same_folder_is_refused(tmp_path, data, options):
+    accept(a_run(tmp_path, data), 0)
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    repack(data, 60, *options)
+    with pytest.raises(ConfigError) as caught:
+        check(a_run(tmp_path, data))
+    assert f"data.train: {data} holds other rows than the run was trained on so far" in str(caught.value)
+    assert "it was packed again since" in str(caught.value)
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+
+
+def test_the_same_rows_are_the_same_data_under_any_name(tmp_path, data, monkeypatch):
+    accept(a_run(tmp_path, data), 0)
+    (tmp_path / "link").symlink_to(data)
+    shutil.copytree(data, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{data}/", os.path.relpath(data), tmp_path / "link", tmp_path / "moved"):
+        assert check(a_run(tmp_path, name)) == []
+    again = toy_corpus.packed(tmp_path / "again", 60, "--seq-len", 24, "--holdout", 4)
+    assert shards.content(shards.load_manifest(again)) == shards.content(shards.load_manifest(data))
+
+
+def test_other_data_and_other_weights_are_refused_by_name(tmp_path, data):
+    other = toy_corpus.packed(tmp_path / "other", 61, "--seq-len", 24, "--holdout", 4)
+    mixed = [{"path": str(data), "weight": 2.0}, {"path": str(other), "weight": 1.0}]
+    accept(a_run(tmp_path, data, data__train=mixed), 0)
+    for sources, said in (
+        (mixed[::-1], "data.train is "),
+        ([mixed[0], {"path": str(data), "weight": 1.0}], f"{data} holds other rows"),
+        (str(data), "data.train is "),
+    ):
+        with pytest.raises(ConfigError, match="holds another run") as caught:
+            check(a_run(tmp_path, data, data__train=sources))
+        assert said in str(caught.value)
+
+
+def test_a_run_from_before_contents_were_recorded_goes_on(tmp_path, monkeypatch):
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    config = configuration.load("run.yaml")
+    assert not (tmp_path / "old/run" / directory.HISTORY).exists()
+    check(config)
+    found = tmp_path / "old/run/checkpoints/step_00000002"
+    rate = start.accept(config, JSON, WORLD, SimpleNamespace(seq_len=24), found, 2)
+    assert rate == RateSchedule(**configuration.rate_schedule(config, 24))
+    known = directory.history("run")
+    assert known["data"] == [start.content("packed")]
+    assert [past["from"] for past in known["rates"]] == [0, 2]
+    moved = config.model_copy(update={"data": config.data.model_copy(update={"train": "elsewhere"})})
+    with pytest.raises(ConfigError, match="elsewhere holds other rows"):
+        check(moved)
+
+
+def test_a_damaged_record_is_named_with_a_remedy_that_works(tmp_path, data):
+    accept(a_run(tmp_path, data), 0)
+    (tmp_path / "run" / directory.HISTORY).write_text('{"data": [')
+    with pytest.raises(ConfigError, match=r"history\.json is damaged .*; remove it"):
+        check(a_run(tmp_path, data))
+    (tmp_path / "run" / directory.HISTORY).unlink()
+    assert check(a_run(tmp_path, data)) == []
+
+
+# -- doing nothing is no success
+
+
+def test_a_start_that_would_train_nothing_is_refused(tmp_path, data):
+    other = tmp_path / "other" / "checkpoints" / "step_00000020"
+    with pytest.raises(ConfigError) as caught:
+        accept(a_run(tmp_path, data), 20, other)
+    assert f"{other} is at step 20 and this run has 20 steps: nothing would be trained" in str(caught.value)
+    assert "give it more than 20 steps" in str(caught.value)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    accept(a_run(tmp_path, data, steps=21), 20, other)  # the remedy
+
+
+def test_a_finished_run_may_start_again_but_not_be_made_shorter_than_it_is(tmp_path, data):
+    accept(a_run(tmp_path, data), 0)
+    accept(a_run(tmp_path, data), 20)
+    with pytest.raises(ConfigError, match="at step 20 and this run has 15 steps"):
+        accept(a_run(tmp_path, data, steps=15), 20)
+
+
+# -- a learning rate that has happened is fixed
+
+
+def test_a_longer_run_does_not_warm_up_again_and_says_what_the_rest_will_be(tmp_path, data, caplog):
+    accept(a_run(tmp_path, data), 0)
+    with caplog.at_level(logging.INFO, "wm_ds"):
+        rate = accept(a_run(tmp_path, data, steps=400), 20)
+    assert [learning_rate(step, rate) for step in (1, 2, 21, 40, 400)] == [1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3]
+    assert "the warm-up stays 2 steps, as it was; optim.warmup would be 40 now" in caplog.text
+    assert "20 steps became 400; learning rate from here on: 0.003 at step 21" in caplog.text
+    caplog.clear()
+    again = accept(a_run(tmp_path, data, steps=400), 20)
+    assert again == rate
+    assert "became" not in caplog.text, "said once"
+
+
+def test_wsd_made_longer_stays_where_it_is_and_the_remedy_goes_back_to_the_peak(tmp_path, data, caplog):
+    wsd = {"optim__schedule": "wsd", "optim__decay": "20%"}
+    accept(a_run(tmp_path, data, **wsd), 0)
+    with caplog.at_level(logging.INFO, "wm_ds"):
+        after = accept(a_run(tmp_path, data, steps=40, **wsd), 20)
+    assert [learning_rate(step, after) for step in (21, 30, 40)] == pytest.approx([3e-4] * 3)
+    assert "had begun to fall before step 20: it does not rise again" in caplog.text
+    assert "checkpoint.resume" in caplog.text
+    branch = a_run(tmp_path / "branch", data, steps=40, **wsd)
+    rate = accept(branch, 16, tmp_path / "run" / "checkpoints" / "step_00000016")
+    assert [learning_rate(step, rate) for step in (17, 32)] == [3e-3, 3e-3]
+    assert learning_rate(40, rate) == pytest.approx(3e-4)
+
+
+def test_going_back_before_a_change_undoes_it(tmp_path, data):
+    cosine = {"optim__schedule": "cosine"}
+    plan = accept(a_run(tmp_path, data, **cosine), 0)
+    capped = accept(a_run(tmp_path, data, steps=100, **cosine), 15)
+    assert capped.cap == pytest.approx(learning_rate(15, plan) / 3e-3)
+    back = accept(a_run(tmp_path, data, steps=100, **cosine), 5)
+    assert back.cap == pytest.approx(learning_rate(5, plan) / 3e-3)
+    assert [past["from"] for past in directory.history(tmp_path / "run")["rates"]] == [0, 5]
+
+
+def test_a_refused_start_leaves_the_runs_record_as_it_was(tmp_path, data):
+    accept(a_run(tmp_path, data), 0)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    for wrong in (
+        {"run__seed": 9},
+        {"model__num_groups": 2},
+        {"batch__global_batch": 4, "batch__micro_batch": 1},
+    ):
+        with pytest.raises(ConfigError, match="holds another run"):
+            check(a_run(tmp_path, data, **wrong))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
