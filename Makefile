@@ -1,6 +1,7 @@
 # make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
 # make test      the tests                 ARGS="tests/export/test_export.py -x" passes arguments to pytest
 # make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
+# make same-numbers BASE=main  shows that no number differs from a revision's (ARGS=--all: the whole matrix, minutes)
 # make lint      formatting, lint, type hints
 # make clean     removes what make demo and make test made, except .venv; make distclean removes that too
 #
@@ -26,7 +27,7 @@ BUILT := $(VENV)/.built-$(PIN)
 # When this make began, so that the demo's summary can count the installation in.
 export DEMO_STARTED := $(shell date +%s)
 
-.PHONY: demo test test-slurm lint clean distclean install
+.PHONY: demo test test-slurm same-numbers lint clean distclean install
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
@@ -44,6 +45,9 @@ endif
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)
 	@tests/slurm/cluster.sh build/slurm run $(VENV)/bin/python -m pytest -m slurm --basetemp build/slurm/tests tests/slurm $(ARGS)
+
+same-numbers: $(BUILT)
+	@$(VENV)/bin/python -m tests.goldens.compare $(or $(BASE),main) $(ARGS)
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/ruff check .

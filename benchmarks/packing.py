@@ -33,6 +33,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from wm_ds.packing import unit
+from wm_ds.packing.bad_records import BadRecords
 from wm_ds.packing.documents import PieceReader, Reading
 from wm_ds.packing.inputs import cut, find_inputs
 from wm_ds.packing.plan import Settings, make_plan
@@ -74,7 +75,7 @@ def ours(spec: TokenizerSpec, scratch: Path, fast: Path | None) -> Callable[[Pat
         root = scratch / "out"
         root.mkdir()
         plan = make_plan(find_inputs([str(source)]), spec, Settings(2048, shard_bytes=1 << 30))
-        unit.pack_unit(plan, 0, root, encoder, unit.BadRecords(), lambda *_: None)
+        unit.pack_unit(plan, 0, root, encoder, BadRecords(), lambda *_: None)
         shutil.rmtree(root)
 
     return measured

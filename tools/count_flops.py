@@ -43,6 +43,7 @@ from wm_ds.errors import run_cli
 from wm_ds.families import build_model, model_config
 from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
 from wm_ds.model.modeling import CACHE_FIELD
+from wm_ds.model.work import pass_counts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER_MODELS = ["vanilla_16l", "vanilla_24l", "vanilla_32l", "lckv_w4", "lckv_w7", "wm_k8", "wm_k16"]
@@ -177,23 +178,28 @@ def report(name: str, lm: PreTrainedModel, length: int = 2048) -> Report:
 def paper_accounting(lm: WhiteMatterForCausalLM, length: int, step: float) -> Flops:
     """The paper's counts of blocks and pools at this model's measured costs of each.
 
-    The costs come out of two Jacobi runs with gradient whose make-up is known. One pass is L blocks and the
-    pool of the start, but for the last token's, which nobody reads; the second pass adds L - 1 blocks and a
-    pool. Both are solved for block and pool, forward and backward alike.
+    The costs come out of Jacobi runs of one and two passes with gradient, whose make-up the plan of the
+    passes tells (`pass_counts`): two equations in block and pool, forward and backward alike.
     """
     config = lm.config
     layers, n, grad = config.num_hidden_layers, config.no_grad_passes + config.grad_passes, config.grad_passes
     one, two = (train(lm, length, schedule=Schedule.jacobi(passes)) for passes in (1, 2))
     costs = []
-    for a, b in zip(one, two):
-        pool = (a - layers * (2 * a - b)) / (1 + (layers - 1) / length)
-        costs.append((2 * a - b + pool / length, pool))
+    for a, b, (blocks, pools), (more, further) in zip(one, two, *make_up(layers, length)):
+        both = blocks * further - more * pools
+        costs.append(((a * further - b * pools) / both, (blocks * b - more * a) / both))
     (block, pool), (block_back, pool_back) = costs
     training = n * layers * block + (n + 3) * pool
     training += (grad * layers - (grad - 1)) * block_back
     training += (grad + 1 - 1 / config.num_groups) * pool_back
     passes = config.prefill_schedule("cyclic").passes
     return Flops(training / length, (passes * layers * block + (passes + 2) * pool) / length, step)
+
+
+def make_up(layers: int, length: int) -> list[list[tuple[float, float]]]:
+    """(blocks, pools) in the forward and in the backward of one Jacobi pass over `layers`, then of two."""
+    counts = [pass_counts(Schedule.jacobi(passes), length) for passes in (1, 2)]
+    return [[(part.layers(layers), part.pools) for part in (c.forward, c.backward)] for c in counts]
 
 
 def sandwich_accounting(lm: LCKVForCausalLM, length: int, step: float) -> Flops:
@@ -211,10 +217,10 @@ def sandwich_accounting(lm: LCKVForCausalLM, length: int, step: float) -> Flops:
     one, two = (train(lm, length, schedule=Schedule.jacobi(passes)) for passes in (1, 2))
     more = train(deeper, length, schedule=Schedule.jacobi(1))
     costs = []
-    for a, b, c in zip(one, two, more):
+    for a, b, c, (blocks, pools), (twice, further) in zip(one, two, more, *make_up(condensed, length)):
         block = c - a
-        shared = b - a - (condensed - 1) * block
-        costs.append((block, shared, a - condensed * block - (1 - 1 / length) * shared))
+        shared = (b - a - (twice - blocks) * block) / (further - pools)
+        costs.append((block, shared, a - blocks * block - pools * shared))
     (block, shared, warm_up), (block_back, shared_back, warm_up_back) = costs
     extra = length * 4 * LCKV_PREFIX * config.num_attention_heads * config.head_dim
     block, block_back = block + extra, block_back + 2.5 * extra

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from wm_ds.errors import run_cli
 from wm_ds.packing import unit
+from wm_ds.packing.bad_records import BadRecords
+from wm_ds.packing.hf_datasets import DATASET_PREFIX
 from wm_ds.packing.inputs import find_inputs
 from wm_ds.packing.manifest import merge
 from wm_ds.packing.plan import PackError, Settings, make_plan
@@ -36,8 +39,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         action="extend",
         required=True,
         metavar="PATH",
-        help="files, folders, quoted globs (.jsonl .jsonl.gz .jsonl.zst .parquet .txt .txt.gz .txt.zst), "
-        "or hf:NAME[@REVISION] for a Hugging Face dataset, streamed",
+        help="files, folders, quoted globs (.jsonl .json .txt, each also with .gz or .zst; .parquet .arrow), "
+        "folders of Dataset.save_to_disk, or hf:NAME[@REVISION] for a Hugging Face dataset, streamed",
     )
     add(
         "--tokenizer",
@@ -125,7 +128,8 @@ def merge_arguments(argv: list[str]) -> argparse.Namespace:
 def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
     files = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
     for name in args.input:
-        if args.output.resolve().is_relative_to(Path(name).resolve()):
+        folder = name if os.path.exists(name) else name.removeprefix(DATASET_PREFIX)
+        if args.output.resolve().is_relative_to(Path(folder).resolve()):
             raise PackError(f"--output {args.output} lies inside --input {name}; choose another folder")
     tokenizer = open_tokenizer(args.tokenizer, args.eos, args.literal_tokens)
     settings = Settings(
@@ -148,7 +152,7 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         done = unit.pack(
             plan,
             args.output,
-            bad=unit.BadRecords(args.on_bad_record == "skip", args.allow_truncated),
+            bad=BadRecords(args.on_bad_record == "skip", args.allow_truncated),
             workers=args.workers,
             task=args.task,
             tasks=tasks,
@@ -160,7 +164,8 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         else:
             print(
                 f"task {args.task} of {tasks}: {done['shards']} shards are published in {args.output} with "
-                f"{done['documents']:,} documents, {done['tokens']:,} tokens; when all tasks are done, run: "
+                f"{done['documents']:,} documents, {done['tokens']:,} tokens, "
+                f"{done['bad']:,} bad records left out; when all tasks are done, run: "
                 f"tools/pack_data.py merge {args.output}"
             )
         return None
@@ -192,7 +197,10 @@ def summary(manifest: dict[str, Any], output: Path) -> str:
     ]
     if bad:
         lines.append("bad records: " + ", ".join(f"{reason}={count}" for reason, count in bad.items()))
-        lines += [f"  {example['place']}: {example['reason']}" for example in manifest["bad_examples"]]
+        lines += [
+            f"  {example['place']}: {example['reason']} ({example['detail']})"
+            for example in manifest["bad_examples"]
+        ]
     return "\n".join(lines)
 
 

@@ -315,6 +315,67 @@ class TestPrefetch:
         assert iterator.waited_s >= 0.1
 
 
+class TestErrors:
+    """A read that fails moves nothing: the next call gives what the failed one should have given."""
+
+    def failing(self, monkeypatch, fails):
+        """Make each call of `PackedSequences.sequence` number n in `fails` raise."""
+        read, calls = PackedSequences.sequence, 0
+
+        def sequence(self, number):
+            nonlocal calls
+            calls += 1
+            if calls - 1 in fails:
+                raise OSError(5, "Input/output error")
+            return read(self, number)
+
+        monkeypatch.setattr(PackedSequences, "sequence", sequence)
+
+    @pytest.mark.parametrize("workers", [0, 1, 3])
+    @pytest.mark.parametrize("fails", [{0}, {3}, {3, 4}, {2, 7, 8, 9}])
+    def test_batches(self, rows_of, monkeypatch, workers, fails):
+        batches = GlobalBatches(rows_of(12), global_batch=1, seed=3)
+        expected = [batches.batch(b, 0, 1, 1)[0]["sample_ids"].item() for b in range(10)]
+        self.failing(monkeypatch, fails)
+        found, errors = [], 0
+        with batches.iterate(0, 0, 1, 1, workers=workers, prefetch=4) as iterator:
+            while len(found) < 10:
+                before = iterator.next_batch
+                try:
+                    found.append(next(iterator)[0]["sample_ids"].item())
+                except OSError:
+                    errors += 1
+                    assert iterator.next_batch == before
+                else:
+                    assert iterator.next_batch == before + 1
+        assert found == expected
+        assert errors > 0
+
+    def test_a_closed_iterator_keeps_its_state(self, rows_of):
+        iterator = GlobalBatches(rows_of(12), global_batch=1, seed=3).iterate(5, 0, 1, 1)
+        next(iterator)
+        iterator.close()
+        with pytest.raises(RuntimeError):
+            next(iterator)
+        assert iterator.next_batch == 6
+
+    def test_evaluation(self, rows_of, monkeypatch):
+        sequences = PackedSequences(rows_of(7))
+        expected = [b["sample_ids"].tolist() for b in evaluation_batches(sequences, 0, 1, 2)]
+        self.failing(monkeypatch, {0, 3, 4})
+        stream, found, errors = evaluation_batches(sequences, 0, 1, 2), [], 0
+        assert len(stream) == 4
+        while len(found) < len(stream):
+            try:
+                found.append(next(stream)["sample_ids"].tolist())
+            except OSError:
+                errors += 1
+        assert found == expected
+        assert errors == 3
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
 class TestMixing:
     def shares(self, batches, count=65536):
         source, _ = batches.samples(0, count)

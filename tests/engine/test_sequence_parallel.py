@@ -181,7 +181,7 @@ def test_bytes_sent_are_those_of_the_plan(name: str, results: dict) -> None:
     plan, answer = BARE[name], results[name][0]
     n = plan["ranks"]
     sent = sum(8 * math.prod(s) * (n - 1) / n for s in answer["forward"] + answer["backward"])
-    expected = sequence_bytes(bare_model(plan).config, ROWS * LENGTH, 8, n, plan["recompute"])
+    expected = sequence_bytes(bare_model(plan).config, ROWS, LENGTH, 8, n, plan["recompute"])
     assert sent == pytest.approx(expected)
 
 

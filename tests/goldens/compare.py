@@ -1,4 +1,6 @@
-"""Proof that a change moves no numbers: `python -m tests.goldens.compare REV [--all]`.
+"""Proof that a change moves no numbers: `make same-numbers BASE=main`.
+
+That is `python -m tests.goldens.compare REV [--all]`.
 
 The probe runs in a git worktree of REV and in this tree as it is, uncommitted changes included; both on this
 machine, so every golden must be bitwise equal. `--pin` writes this tree's goldens to pinned.json instead, for

@@ -21,11 +21,13 @@ WHEN = ("saved_at",)
 CODE = (".py", "README.md", "export.json")
 
 
-def probe(folder: Path) -> Entries:
-    """Everything, in an empty folder, which becomes the working directory."""
+def probe(folder: Path, everything: bool) -> Entries:
+    """All of them, in an empty folder, which becomes the working directory; a fresh run if all is wanted."""
     os.chdir(folder)
     entries = _packed(Path())  # relative: a manifest names its tokenizer as it was given
-    entries |= _of_run("run", _trained(folder), step=2)
+    if everything:
+        run = _trained(folder)
+        entries |= _checkpoint("run", run, 2) | _export("run", run, 2)
     old = folder / "old"
     shutil.copytree(OLD_RUN, old)
     os.chdir(old)
@@ -64,10 +66,6 @@ def _trained(folder: Path) -> Path:
     done = subprocess.run(subject.TRAIN, capture_output=True, text=True)
     assert done.returncode == 0, f"the run failed:\n{done.stdout}\n{done.stderr}"
     return folder / "run"
-
-
-def _of_run(name: str, run: Path, step: int) -> Entries:
-    return _checkpoint(name, run, step) | _export(name, run, step)
 
 
 def _checkpoint(name: str, run: Path, step: int) -> Entries:

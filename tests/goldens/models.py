@@ -112,6 +112,6 @@ def _gradients(family: str, ways: Iterable[tuple[str, str]]) -> Entries:
             loss = lm(input_ids=ids, labels=ids.masked_fill(documents < 0, -100), **masked).loss
         loss.backward()
         grads = [(name, p.grad) for name, p in lm.named_parameters() if p.grad is not None]
-        entries[f"loss/{precision}/{policy}"] = record.of_floats([float(loss)])
+        entries[f"loss/{precision}/{policy}"] = record.of_floats([loss.item()])
         entries[f"gradients/{precision}/{policy}"] = record.of_tensors(grads)
     return entries

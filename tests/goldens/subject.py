@@ -22,8 +22,9 @@ from wm_ds.export import export as exporting
 from wm_ds.families import build_model, model_config
 from wm_ds.optim.partition import fragments
 
-__all__ = ["Engine", "World", "process_group", "torch"]
+__all__ = ["SOURCE", "TRAIN", "Engine", "World", "process_group", "torch"]
 
+SOURCE = Path(trainer.__file__).resolve()
 TRAIN = [sys.executable, "-m", trainer.__name__, "run.yaml"]
 
 

@@ -28,6 +28,17 @@ def test_globs_and_the_order_of_names(tmp_path):
     assert names(tmp_path, "c/d.jsonl", "a.jsonl") == ["c/d.jsonl", "a.jsonl"]
 
 
+def test_what_exists_is_meant_by_its_name(tmp_path):
+    touch(tmp_path, "a[1].txt", "a1.txt", "d[1]/x.jsonl", "d[1]/y.jsonl", "d1/z.jsonl")
+    touch(tmp_path, "e*/x.jsonl", "ef/y.jsonl")
+    assert names(tmp_path, "a[1].txt") == ["a[1].txt"]
+    assert names(tmp_path, "a[12].txt") == ["a1.txt"]
+    assert names(tmp_path, "d[1]/*.jsonl") == ["d[1]/x.jsonl", "d[1]/y.jsonl"]
+    assert names(tmp_path, "d[1]/z*") == ["d1/z.jsonl"], "no such file there: a pattern after all"
+    assert names(tmp_path, "e*/*") == ["e*/x.jsonl"]
+    assert names(tmp_path, "e?/*") == ["e*/x.jsonl", "ef/y.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["x", "x.csv", "x.jsonl.xz", "x.bin"])
 def test_an_unknown_kind_is_an_error_naming_the_suffix(tmp_path, name):
     touch(tmp_path, name)

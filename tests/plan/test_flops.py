@@ -24,7 +24,8 @@ HEAD = 6 * 512 * 1000
 @pytest.mark.parametrize(("k", "pool"), [(16, 24), (8, 12)])
 def test_whitematter_training_in_units(k, pool):
     found = training(WhiteMatterConfig(**PAPER, num_kv_channels=k, router_stride=2), 2048)
-    units = 46 * 14 + 31 * 30 + (3.875 + 2 * 2.875) * pool
+    # Nobody reads the start's entries of the last eight tokens.
+    units = 46 * 14 + 31 * 30 + (3.875 - 8 / 2048 + 2 * 2.875) * pool
     assert found.model == pytest.approx(units * UNIT + HEAD, rel=1e-12)
     assert found.hardware == found.model
 

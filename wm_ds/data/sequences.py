@@ -329,14 +329,21 @@ class PrefetchIterator:
         return self
 
     def __next__(self) -> list[Batch]:
+        """The next batch. After an error the state is what it was: the next call tries the same batch."""
         begin = time.perf_counter()
         if self._pool is None:
             batch = self._read(self.next_batch)
         else:
-            while len(self._pending) < self._ahead:
+            while len(self._pending) <= self._ahead:
                 self._pending.append(self._pool.submit(self._read, self.next_batch + len(self._pending)))
-            batch = self._pending.popleft().result()
-            self._pending.append(self._pool.submit(self._read, self.next_batch + len(self._pending) + 1))
+            try:
+                batch = self._pending[0].result()
+            except BaseException:
+                for future in self._pending:
+                    future.cancel()
+                self._pending.clear()
+                raise
+            self._pending.popleft()
         self.waited_s += time.perf_counter() - begin
         self.next_batch += 1
         return batch
@@ -353,19 +360,32 @@ class PrefetchIterator:
         self.close()
 
 
-def evaluation_batches(
-    sequences: PackedSequences, rank: int, world: int, micro_batch: int, limit: int | None = None
-) -> Iterator[Batch]:
-    """This rank's micro-batches of the first `limit` rows (None: all), each row on exactly one rank.
+class EvaluationBatches:
+    """One rank's micro-batches of an evaluation, an iterator; see `evaluation_batches`.
 
-    Every rank yields the same number of micro-batches of the same shape, so that collectives stay in step;
-    rows that fill up the last ones are filler only (document_ids -1, labels -100, sample_ids -1) and add
-    nothing to a sum over valid labels.
+    After an error the position is what it was: `next` tries the same micro-batch again.
     """
-    count = len(sequences) if limit is None else min(limit, len(sequences))
-    for first in range(0, count, world * micro_batch):
-        samples = np.arange(micro_batch, dtype=np.int64) + first + rank * micro_batch
-        samples[samples >= count] = -1
+
+    def __init__(
+        self, sequences: PackedSequences, rank: int, world: int, micro_batch: int, limit: int | None
+    ) -> None:
+        self._sequences, self._rank, self._micro_batch = sequences, rank, micro_batch
+        self._count = len(sequences) if limit is None else min(limit, len(sequences))
+        self._step = world * micro_batch
+        self._next = 0  # micro-batches that were given
+
+    def __len__(self) -> int:
+        return -(-self._count // self._step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._next >= len(self):
+            raise StopIteration
+        sequences, first = self._sequences, self._next * self._step + self._rank * self._micro_batch
+        samples = np.arange(self._micro_batch, dtype=np.int64) + first
+        samples[samples >= self._count] = -1
         rows = []
         for sample in samples.tolist():
             if sample >= 0:
@@ -373,7 +393,21 @@ def evaluation_batches(
             else:
                 filler_T = np.full(sequences.seq_len, sequences.manifest["filler_id"], dtype=np.int64)
                 rows.append((filler_T, np.full(sequences.seq_len, -1, dtype=np.int32)))
-        yield _stack(rows, samples, across=False)
+        batch = _stack(rows, samples, across=False)
+        self._next += 1
+        return batch
+
+
+def evaluation_batches(
+    sequences: PackedSequences, rank: int, world: int, micro_batch: int, limit: int | None = None
+) -> EvaluationBatches:
+    """This rank's micro-batches of the first `limit` rows (None: all), each row on exactly one rank.
+
+    Every rank yields the same number of micro-batches of the same shape, so that collectives stay in step;
+    rows that fill up the last ones are filler only (document_ids -1, labels -100, sample_ids -1) and add
+    nothing to a sum over valid labels.
+    """
+    return EvaluationBatches(sequences, rank, world, micro_batch, limit)
 
 
 def _weighted(sources: Source | Sequence[Any]) -> list[tuple[Source, float]]:

@@ -356,6 +356,7 @@ from .pool import *
 from .schedule import *
 from .shard import *
 from .tape import *
+from .work import *
 """
 
 __all__ = ["LCKVConfig", "WhiteMatterConfig"]

@@ -65,6 +65,12 @@ def _manifest(
     dtype = shards.token_dtype(tokenizer["vocab_size"])
     seq_len, length = settings["seq_len"], sum(record["length"] for record in filled)
     sequences = -(-length // seq_len) if settings["tail"] == "pad" else length // seq_len
+    if not sequences:
+        raise PackError(
+            f"nothing to train on: the corpus is {length} positions, less than one sequence of {seq_len}, "
+            f"and --tail drop leaves an incomplete one out; pack into another folder with --tail pad, a "
+            f"smaller --seq-len or more text"
+        )
     if settings["holdout"] >= sequences:
         raise PackError(
             f"--holdout {settings['holdout']} leaves nothing to train on: the corpus is {sequences} "

@@ -9,13 +9,21 @@ so do leading spaces, line ends and NUL: decode(encode(text)) == text for every 
 from __future__ import annotations
 
 import io
+import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from wm_ds import files
 from wm_ds.errors import WmError
 
 _SPACE = "\u2581"
+# Characters with a meaning of their own for sentencepiece's trainer: it leaves out what holds NUL or U+2585
+# and takes U+2581 for a space. They separate lines, so the rest is learned from; as text they are bytes.
+_RESERVED = re.compile("[\0\n\u2585\u2581]")
+_LARGEST_VOCABULARY = 2**31 - 1
 UNK = "<unk>"
 _LONGEST_LINE = 4096  # characters; sentencepiece counts pieces inside lines and wants them bounded
 _ROUND_TRIPS = [
@@ -26,6 +34,7 @@ _ROUND_TRIPS = [
     "a\nb\r\n\n\tc",
     "a\0b",
     f"a{_SPACE}b",
+    "\u2585\u2587",
     "<0x41>",
     UNK,
     "é\U0001f600\u2028",
@@ -36,15 +45,16 @@ class TrainingError(WmError, ValueError):
     """No tokenizer came out of the training text, or one that does not give back its text."""
 
 
-def train(texts: Iterable[str], vocab_size: int, eos: str) -> bytes:
+def train(texts: Iterable[str], vocab_size: int, eos: str, character_coverage: float = 0.9995) -> bytes:
     """Train a BPE model of exactly `vocab_size` pieces; returns the sentencepiece .model file's bytes.
 
-    Raises TrainingError when the text is too small for the vocabulary.
+    character_coverage: share of the text's characters, the most frequent first, that get pieces of their own;
+        the others are written as bytes. Raises TrainingError when settings or text do not allow such a model;
+        its message says which of them, and what would.
     """
     import sentencepiece
 
-    if vocab_size < 2 + 256 + 1:
-        raise TrainingError(f"--vocab-size {vocab_size} is too small: 256 bytes, EOS and unk alone take 258")
+    _check_settings(vocab_size, eos, character_coverage)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -58,7 +68,7 @@ def train(texts: Iterable[str], vocab_size: int, eos: str) -> bytes:
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             split_digits=True,
-            character_coverage=0.9995,
+            character_coverage=character_coverage,
             max_sentence_length=8 * _LONGEST_LINE,
             unk_id=0,
             unk_piece=UNK,
@@ -70,16 +80,54 @@ def train(texts: Iterable[str], vocab_size: int, eos: str) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise TrainingError(
-            f"sentencepiece cannot train {vocab_size} pieces on this text: {error}; give more text or a "
-            f"smaller --vocab-size"
-        ) from error
+        raise TrainingError(_advice(str(error), vocab_size, character_coverage)) from error
     return model.getvalue()
+
+
+def _check_settings(vocab_size: int, eos: str, character_coverage: float) -> None:
+    if vocab_size < 2 + 256 + 1:
+        raise TrainingError(f"--vocab-size {vocab_size} is too small: 256 bytes, EOS and unk alone take 258")
+    if vocab_size > _LARGEST_VOCABULARY:
+        raise TrainingError(f"--vocab-size {vocab_size} is too large: ids have 31 bits")
+    if not 0.98 <= character_coverage <= 1:
+        raise TrainingError(f"--character-coverage {character_coverage} is not between 0.98 and 1")
+    if eos == UNK or re.fullmatch("<0x[0-9A-F]{2}>", eos):
+        raise TrainingError(f"--eos {eos!r} is a piece that the model itself needs; choose another name")
+    if len(eos) < 2 or eos.strip() != eos or _RESERVED.search(eos):
+        raise TrainingError(
+            f"--eos {eos!r} cannot be the token that ends a document: it has at least two characters, no "
+            f"white space around it and none of the characters NUL, line end, U+2581, U+2585"
+        )
+
+
+def _advice(error: str, vocab_size: int, character_coverage: float) -> str:
+    """What a failure of sentencepiece means for the person who chose the settings."""
+    if found := re.search(r"too high \(\d+\).*<= (\d+)", error):
+        most = int(found[1])
+        smaller = f"--vocab-size {most}, or less" if most > 258 else "another text"
+        return (
+            f"cannot train {vocab_size} pieces: this text gives at most {most}; give more text, or choose "
+            f"{smaller}"
+        )
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        lower = (
+            f", or a --character-coverage below {character_coverage} (0.98 at least; rarer characters are "
+            f"then written as bytes)"
+            if character_coverage > 0.98
+            else ""
+        )
+        return (
+            f"this text has more different characters than --vocab-size {vocab_size} has room for: choose "
+            f"--vocab-size {int(found[1]) + 1} or more{lower}"
+        )
+    if "sentences_.empty()" in error:
+        return "the inputs hold no text to train on, only white space or reserved characters"
+    return f"sentencepiece cannot train {vocab_size} pieces on this text: {error}"
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        for line in text.replace("\0", "\n").split("\n"):
+        for line in _RESERVED.split(text):
             for start in range(0, len(line), _LONGEST_LINE):
                 yield line[start : start + _LONGEST_LINE]
 
@@ -124,16 +172,49 @@ def wrap(model: bytes, eos: str) -> Any:
     )
 
 
-def save(tokenizer: Any, model: bytes, folder: Path, sample: list[str]) -> dict[str, float]:
-    """Save to `folder`, load it back as a user would, and compare; returns measures of the sample.
+def check_output(folder: Path) -> None:
+    """Raise TrainingError if there is something at `folder` that saving would overwrite."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrainingError(f"{folder} exists; choose another --output, or remove it first")
 
-    Raises TrainingError when ids differ after loading or a text does not come back.
+
+def save(tokenizer: Any, model: bytes, folder: Path, sample: list[str]) -> dict[str, float]:
+    """Save to the new folder `folder`, load it as a user would, and compare; returns measures of the sample.
+
+    The folder appears under its name when it is complete and was found right. Raises TrainingError when ids
+    differ after loading, a text does not come back, or `folder` holds something already.
     """
+    check_output(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = files.temporary(folder)
+    part.mkdir()
+    try:
+        _write(tokenizer, part)
+        for path in part.iterdir():  # written again, so that a full disk is an error and not a short file
+            files.write_synced(path, path.read_bytes())
+        files.write_synced(part / "sentencepiece.model", model)
+        measures = _compare(tokenizer, part, folder, sample)
+        os.replace(part, folder)
+        files.sync_directory(folder.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return measures
+
+
+def _write(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the library `tokenizers` reports a full disk as a bare Exception
+        raise TrainingError(f"cannot write the tokenizer: {error}") from error
+
+
+def _compare(tokenizer: Any, saved: Path, folder: Path, sample: list[str]) -> dict[str, float]:
     from transformers import AutoTokenizer
 
-    tokenizer.save_pretrained(folder)
-    (folder / "sentencepiece.model").write_bytes(model)
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    loaded = AutoTokenizer.from_pretrained(saved, trust_remote_code=False)
     tokens = 0
     texts = [*_ROUND_TRIPS, *sample]
     for text in texts:

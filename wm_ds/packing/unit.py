@@ -19,39 +19,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from wm_ds.data import shards
 from wm_ds.packing import documents
+from wm_ds.packing.bad_records import EXAMPLES, BadRecordError, BadRecords, describe, example
 from wm_ds.packing.documents import PieceReader, Reading
-from wm_ds.packing.inputs import Input, Piece
 from wm_ds.packing.plan import PackError, Plan, check_sources, filler_id, modification_stamp, prepare
 from wm_ds.packing.quicktok import QuicktokEncoder, build, check
 from wm_ds.packing.tokenizer import Encoder, make_encoder
 
 _BATCH_BYTES = 1 << 20  # text handed to the encoder at once: large enough to hide Python, small in memory
 _BATCH_TEXTS = 4096  # and no more texts than this: an encoding of one word takes a kilobyte, too
-_EXAMPLES = 5  # bad records whose place a shard tells
-
-
-@dataclass(frozen=True)
-class BadRecords:
-    """The policy for records that are no document. Not part of the plan: it never changes a good record."""
-
-    skip: bool = False
-    allow_truncated: bool = False
-
-    def allows(self, reason: str) -> bool:
-        return self.skip or (self.allow_truncated and reason == "truncated")
 
 
 # ------------------------------------------------------------------------------------------ one unit
-
-
-class BadRecordError(PackError):
-    """A record is bad and the policy is to stop."""
 
 
 def pack_unit(
@@ -110,10 +94,10 @@ def pack_unit(
                 counts["read"] += 1
                 if record.problem is not None:
                     problems[record.problem] += 1
-                    if len(examples) < _EXAMPLES or not bad.allows(record.problem):
-                        examples.append(_example(item, piece, record))
+                    if len(examples) < EXAMPLES or not bad.allows(record.problem):
+                        examples.append(example(item, piece, record))
                     if not bad.allows(record.problem):
-                        raise BadRecordError(_describe_bad(examples[-1]))
+                        raise BadRecordError(describe(examples[-1]))
                 elif not record.text:
                     counts["empty"] += 1
                 else:
@@ -141,25 +125,6 @@ def pack_unit(
             "inputs": per_input,
         }
         return writer.publish(extra, {"pieces": source})
-
-
-def _example(item: Input, piece: Piece, record: documents.Record) -> dict[str, str]:
-    if item.kind == "parquet":
-        place = f"{item.name}, row {record.where} from row group {piece.start}"
-    elif item.kind == "arrow":
-        place = f"{item.name}, row {record.where}"
-    elif item.kind == "dataset":
-        place = f"{item.name}, shard {piece.start}, row {record.where}"
-    else:
-        place = f"{item.name}:{documents.lines_before(item, piece) + record.where + 1}"
-    return {"place": place, "reason": record.problem or "", "detail": record.detail}
-
-
-def _describe_bad(example: dict[str, str]) -> str:
-    return (
-        f"bad record at {example['place']}: {example['reason']} ({example['detail']}). Correct it, or run "
-        f"again with --on-bad-record skip to leave such records out and count them"
-    )
 
 
 # ------------------------------------------------------------------------------------------ processes
@@ -375,7 +340,7 @@ def pack(
                     "reason": refused[0],
                     "detail": "skipped before",
                 }
-                raise BadRecordError(_describe_bad([*places, unknown][0]))
+                raise BadRecordError(describe([*places, unknown][0]))
         check_sources(plan, root, [number for number, record in records.items() if record])
         todo = [number for number in mine if not records[number]]
         try:
@@ -401,6 +366,7 @@ def pack(
     return {
         "shards": len(done),
         **{name: sum(r[name] for r in done if r) for name in ("documents", "tokens")},
+        "bad": sum(sum(r["bad"].values()) for r in done if r),
     }
 
 

@@ -96,7 +96,8 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
     if layers > shallow + EXTRA_LAYERS:
         ends = []
         for depth in (shallow, shallow + EXTRA_LAYERS):
-            shallower = _variant(hf, num_hidden_layers=depth, layer_types=None)
+            layer_types = {"layer_types": None} if hf.model_type == "qwen3" else {}
+            shallower = _variant(hf, num_hidden_layers=depth, **layer_types)
             ends.append(_body(shallower, length, precision, recompute, ranks))
         slope = (layers - shallow) / EXTRA_LAYERS
         kept, peak = (

@@ -1,12 +1,11 @@
-"""Floating-point operations of a training step, per token, in closed form.
+"""Floating-point operations of a training step, per token.
 
 Conventions: a multiply-add is two; causal attention counts as half; attention's backward is 2.5 times its
-forward, a product's twice. Model FLOPs are the least that the schedule needs (dead work left out): only the
-last pass needs the last block, its last group needs no pool, and the pool with gradient that starts the
-gradient passes is the last detached pass's own. Hardware FLOPs add what the recompute policy runs a second
-time.
+forward, a product's twice. How often blocks and pool run is counted on the model's own plan of the schedule
+(model/work.py), dead work left out. Model FLOPs are what the schedule needs; hardware FLOPs add what the
+recompute policy runs a second time.
 
-L layers, D width, I intermediate, T tokens a row, k channels, g groups, Hq/G query/KV heads of width d.
+L layers, D width, I intermediate, T tokens a row, k channels, Hq/G query/KV heads of width d.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
+
+from wm_ds.model.work import pass_counts
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,12 @@ def training(config: PretrainedConfig, seq_len: int, recompute: str = "none") ->
         return Flops(model, model + again)
     if config.model_type != "whitematter" or not config.feedback:
         return None
-    k, g = config.num_kv_channels, config.num_groups
+    k = config.num_kv_channels
     router = 2 * k * L * len(config.router_sources) * D if config.routing == "dynamic" else 0
     pool = 2 * (router + 2 * k * L * D + 2 * k * kv * D)  # keys and values
-    passes, n_grad = config.no_grad_passes + config.grad_passes, config.grad_passes
-    forward_blocks = passes * L - (passes - 1)
-    grad_blocks = n_grad * L - (n_grad - 1)
-    forward_pools = passes + 1 - 1 / g
-    grad_pools = n_grad + 1 - 1 / g
     block, back = products + attention, 2 * products + 2.5 * attention
-    model = forward_blocks * block + grad_blocks * back + (forward_pools + 2 * grad_pools) * pool + 3 * head
-    again = {"none": 0.0, "layer": grad_blocks * block}.get(
-        recompute, grad_blocks * block + grad_pools * pool
-    )
-    if "group" in recompute:
-        # The last detached pass runs its blocks again for the pool that carries gradient; entries of the
-        # start that the first pass with a backward overwrote are made again, too (passes.py).
-        again += (L - 1) * block if config.no_grad_passes else 0.0
-        again += (pool if passes > 1 else pool * (1 - 1 / g)) if config.no_grad_passes <= 1 else 0.0
-    if recompute == "group+layer":
-        again += grad_blocks * block
-    return Flops(model, model + again)
+    counts = pass_counts(config.training_schedule(), seq_len, recompute=recompute)
+    forward, backward, repeated = counts.forward, counts.backward, counts.repeated
+    model = forward.layers(L) * block + forward.pools * pool + 3 * head
+    model += backward.layers(L) * back + 2 * backward.pools * pool
+    return Flops(model, model + repeated.layers(L) * block + repeated.pools * pool)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transformers.configuration_utils import PretrainedConfig
 
+from wm_ds.model.work import pass_counts
 from wm_ds.plan.way import Way
 
 
@@ -27,9 +28,9 @@ def traffic(way: Way) -> dict[str, float]:
                 sent["Muon's matrices"] = 2 * 4 * run.muon_parameters / run.gpus  # all, there and back
     if run.config.sequence_parallel > 1:
         wide = 4 if run.config.precision == "fp32" else 2
-        tokens = way.micro_batch * way.accumulation * run.length
+        rows = way.micro_batch * way.accumulation
         sent["shared rows"] = sequence_bytes(
-            run.hf, tokens, wide, run.config.sequence_parallel, way.recompute
+            run.hf, rows, run.length, wide, run.config.sequence_parallel, way.recompute
         )
     return sent
 
@@ -40,29 +41,24 @@ def gathers(way: Way) -> int:
         return 1
     if not way.run.multi_pass:
         return 2
-    hf = way.run.hf
-    passes, groups = hf.no_grad_passes + hf.grad_passes, hf.num_groups
-    forward, again = passes * groups, hf.grad_passes * groups
-    return forward + again * (2 + (way.recompute == "group+layer"))
+    counts = pass_counts(way.run.hf.training_schedule(), way.run.length)
+    return counts.steps + counts.steps_with_gradient * (2 + (way.recompute == "group+layer"))
 
 
-def sequence_bytes(hf: PretrainedConfig, tokens: int, wide: int, ranks: int, recompute: str) -> float:
-    """Bytes that one of `ranks` ranks sends in the all-to-alls of a step over `tokens` tokens of shared rows.
+def sequence_bytes(
+    hf: PretrainedConfig, rows: int, length: int, wide: int, ranks: int, recompute: str
+) -> float:
+    """Bytes that one of `ranks` ranks sends in the all-to-alls of a step over shared rows of `length` tokens.
 
     `wide`: bytes of a number that travels, in the dtype of products. A layer sends its queries and outputs at
     every traversal and in backward; new pool entries go once for every token and pass, and their gradients
-    back. The last layer runs in the last pass only, whose last group writes no entries.
+    back.
     """
-    layers, detached, graded = hf.num_hidden_layers, hf.no_grad_passes, hf.grad_passes
-    once = graded * (layers - 1) + 1  # traversals of a layer that carry gradient
-    traversals = (detached + graded) * (layers - 1) + 1 + once
-    if "layer" in recompute:
-        traversals += once
-    if "group" in recompute:
-        traversals += once + min(1, detached) * (layers - 1)
-    if recompute == "group+layer":
-        traversals -= 1 / hf.num_groups  # the last group's step is made again up to its last layer only
-    writes = 1 + detached + graded - 1 / hf.num_groups + 1 + graded - 1 / hf.num_groups
+    counts = pass_counts(hf.training_schedule(), length, recompute=recompute, shared=True)
+    parts = (counts.forward, counts.backward, counts.repeated)
+    traversals = sum(part.layers(hf.num_hidden_layers) for part in parts)
+    writes = counts.forward.pools + counts.backward.pools
     queries = 2 * hf.num_attention_heads * hf.head_dim
     entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
-    return tokens / ranks * (ranks - 1) / ranks * wide * (queries * traversals + entries * writes)
+    numbers = queries * traversals + entries * writes
+    return rows * length / ranks * (ranks - 1) / ranks * wide * numbers

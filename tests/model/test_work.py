@@ -1,0 +1,134 @@
+"""The plan of a forward against counting by hand, and pass_counts against closed forms and the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.tiny import batch, build
+from wm_ds.model import Schedule
+from wm_ds.model.work import RECOMPUTE_POLICIES, pass_counts, plan
+
+SCHEDULES = [
+    Schedule.cyclic(3, 3, 1),
+    Schedule.cyclic(4, 2, 0),
+    Schedule.cyclic(2, 4, 2, 0.8),
+    Schedule.jacobi(3, 1),
+    Schedule.exact(),
+    Schedule.chunked(8, 2, 3, 2),
+    Schedule.wavefront(6, 3, 3, 1),
+    Schedule.wavefront(5, 2, 2, 0),
+]
+
+
+def needed_by_definition(schedule: Schedule, length: int, keep_cache: bool) -> list[list[bool]]:
+    """For each part: whether an entry of it is read, by a search forwards through all later steps."""
+    steps = schedule.steps(length)
+
+    def read(time: int, i: int) -> bool:
+        for later in steps[time + 1 :]:
+            if max(part.positions[-1] for part in later) > i:
+                return True
+            if any(i in part.positions and schedule.factor(part.turn) == 1.0 for part in later):
+                return False
+        return keep_cache
+
+    return [[any(read(t, i) for i in part.positions) for part in step] for t, step in enumerate(steps)]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 13, 24])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_only_entries_that_somebody_reads_are_computed(schedule, length, keep_cache):
+    planned = plan(schedule, length, keep_cache=keep_cache)
+    found = [[update.needs_pool for update in step] for step in planned.steps if step[0].runs_layers]
+    assert found == needed_by_definition(schedule, length, keep_cache)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_every_position_goes_through_every_pass_and_is_finished_once(schedule):
+    updates = [u for step in plan(schedule, 24, gradient=True).steps for u in step if u.runs_layers]
+    for position in range(24):
+        own = [u for u in updates if position in u.positions]
+        assert [u.pass_index for u in own] == list(range(schedule.passes))
+        assert [u.needs_hidden for u in own] == [False] * (schedule.passes - 1) + [True]
+        assert [u.states_grad for u in own] == [i >= schedule.no_grad for i in range(schedule.passes)]
+        assert [u.pool_grad for u in own] == [i >= schedule.no_grad - 1 for i in range(schedule.passes)]
+
+
+def test_without_gradient_nothing_is_recorded_or_kept():
+    planned = plan(Schedule.cyclic(3, 3, 1), 24, remake_start=True)
+    assert not planned.recorded
+    assert not any(u.keeps_old or u.remakes_start or u.pool_grad for step in planned.steps for u in step)
+
+
+def test_the_first_recorded_pass_keeps_its_entries_or_makes_them_again():
+    for remake in (False, True):
+        planned = plan(Schedule.cyclic(3, 3, 1), 24, gradient=True, remake_start=remake)
+        assert all(not step[0].runs_layers for step in planned.detached)
+        for (update,) in planned.recorded:
+            assert update.remakes_start == (remake and update.pass_index == 0)
+            assert update.keeps_old != update.remakes_start
+
+
+def closed_form(n: int, grad: int, g: int, length: int) -> tuple:
+    """(blocks, last, pools) forward and backward of cyclic passes, g dividing the length."""
+    end = g / length  # nobody reads the last g tokens' entries of the start
+    forward = (n, 1, n + 1 - 1 / g - end)
+    return forward, (grad, 1, grad + 1 - 1 / g - end * (n == grad))
+
+
+@pytest.mark.parametrize(("no_grad", "grad", "g"), [(1, 2, 8), (0, 2, 4), (2, 1, 2), (1, 1, 8), (3, 3, 1)])
+def test_counts_in_closed_form(no_grad, grad, g):
+    n, length = no_grad + grad, 64
+    schedule = Schedule.cyclic(g, n, no_grad)
+    counts = {policy: pass_counts(schedule, length, recompute=policy) for policy in RECOMPUTE_POLICIES}
+    forward, backward = closed_form(n, grad, g, length)
+    for found in counts.values():
+        assert (found.forward.blocks, found.forward.last, found.forward.pools) == pytest.approx(forward)
+        assert (found.backward.blocks, found.backward.last, found.backward.pools) == pytest.approx(backward)
+        assert (found.steps, found.steps_with_gradient) == (n * g, grad * g)
+    assert counts["none"].repeated == type(counts["none"].repeated)()
+    layer, group, both = (counts[policy].repeated for policy in RECOMPUTE_POLICIES[1:])
+    assert (layer.blocks, layer.last, layer.pools) == (grad, 1, 0)
+    remade = 0.0 if no_grad > 1 else 1.0 if n > 1 else 1 - 1 / g
+    again = (grad + (no_grad > 0), 1, backward[2] + remade)
+    assert (group.blocks, group.last, group.pools) == pytest.approx(again)
+    # A recomputed step without a pool ends at the last layer, which is recomputed by itself.
+    assert both.blocks == pytest.approx(again[0] + grad)
+    assert both.last == pytest.approx(2 - 1 / g)
+    assert both.pools == pytest.approx(again[2])
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_counts_are_what_the_model_runs(schedule, policy):
+    """Calls of the layers and of the pool, weighted with their positions."""
+    lm = build().train()
+    lm.model.recompute = policy
+    seen = {"layers": 0, "last": 0, "pools": 0}
+
+    def count(name: str, module: torch.nn.Module) -> None:
+        def hook(_module: object, arguments: tuple) -> None:
+            states = arguments[0]
+            seen[name] += (states[0] if isinstance(states, list) else states).shape[1]
+
+        # Before, not after: a recomputation that has found everything ends in the middle of a layer.
+        module.register_forward_pre_hook(hook)
+
+    for index, layer in enumerate(lm.model.layers):
+        count("last" if index == len(lm.model.layers) - 1 else "layers", layer)
+    count("pools", lm.model.pool)
+    ids, _ = batch("one")
+    length, depth = ids.shape[1], len(lm.model.layers)
+    hidden = lm.model(input_ids=ids, schedule=schedule).last_hidden_state
+    counts = pass_counts(schedule, length, recompute=policy)
+    forward = dict(seen)
+    hidden.sum().backward()
+    for part, found in (
+        (counts.forward, forward),
+        (counts.repeated, {name: seen[name] - forward[name] for name in seen}),
+    ):
+        assert found["layers"] == pytest.approx(part.blocks * length * (depth - 1))
+        assert found["pools"] == pytest.approx(part.pools * length)
+        assert found["last"] == pytest.approx(part.last * length)
