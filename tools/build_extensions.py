@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from wm_ds.distributed import deepspeed_env, process_group
 from wm_ds.errors import run_cli
 
 
@@ -15,6 +14,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None = None) -> None:
     """Compile, where there is something to compile."""
     argparse.ArgumentParser(description=__doc__).parse_args(argv)
+    from wm_ds.distributed import deepspeed_env, process_group  # seconds, for which --help need not wait
+
     if process_group.pick_device(local_rank=0)[0].type == "cuda":
         return
     print("compiling DeepSpeed's CPU helper (once, up to a minute)", flush=True)

@@ -10,6 +10,24 @@ import argparse
 import sys
 from pathlib import Path
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("folder", type=Path, metavar="DIR")
+    found.add_argument("--against", type=Path, metavar="RUN_OR_CHECKPOINT")
+    found.add_argument("--step", type=int, help="of a run: the checkpoint of this step")
+    found.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="complete it; repeatable"
+    )
+    found.add_argument("--tokens", type=int, default=40, help="to add to each prompt (default 40)")
+    found.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 import torch
 
 from wm_ds import trained
@@ -25,18 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--against", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="complete it; repeatable"
-    )
-    parser.add_argument("--tokens", type=int, default=40, help="to add to each prompt (default 40)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result here")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     folder = trained.find(args.folder)
     if folder.run_dir is not None:
         raise ExportError(f"{args.folder} is not an exported folder")

@@ -32,6 +32,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description="FLOPs per token of a run's model, counted on meta tensors.")
+    found.add_argument("configs", nargs="*", help="runs to count; default: the paper's models in configs/")
+    found.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default %(default)s)")
+    found.add_argument("--json", action="store_true", help="print FLOPs per token as JSON")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -253,11 +266,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="FLOPs per token of a run's model, counted on meta tensors.")
-    parser.add_argument("configs", nargs="*", help="runs to count; default: the paper's models in configs/")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print FLOPs per token as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     if arguments.length < 1:
         print(f"error: --length {arguments.length}: a sequence has at least one token", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ valid (same text, same settings, same code) is used again. The training is stopp
 resumed in a second launch, as a preempted job would be. Ends with a summary; fails if nothing was learned.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from tools.plot_run import place, series, sketch
 from wm_ds.config import load as configuration
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_json
-from wm_ds.trained import read_metrics
+from wm_ds.run.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, RUN, CONFIG = Path("data/demo"), Path("runs/demo"), Path("configs/demo.yaml")
@@ -111,7 +112,11 @@ def main(argv: list[str] | None = None) -> int:
     return run_cli(run, argv, interrupted="interrupted; `make demo` goes on from here")
 
 
-def run(_: list[str] | None = None) -> None:
+def run(argv: list[str] | None = None) -> None:
+    """All steps that are not valid any more, and the summary."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     os.chdir(ROOT)
     demo = Demo()
     source = prepare_text(demo)

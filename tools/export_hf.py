@@ -14,6 +14,35 @@ import sys
 import time
 from pathlib import Path
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    found.add_argument(
+        "--output", type=Path, required=True, help="folder to write; an older export is replaced"
+    )
+    found.add_argument("--step", type=int, help="export the checkpoint of this step")
+    found.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the weights (default bfloat16)",
+    )
+    found.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one weight file (default 5GB)"
+    )
+    found.add_argument("--tokenizer", type=Path, help="the tokenizer's folder, where the run's own has moved")
+    found.add_argument(
+        "--push-to-hub", metavar="NAME", help="also upload the folder to this repository of the Hub"
+    )
+    found.add_argument("--private", action="store_true", help="create that repository as a private one")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 from wm_ds import trained
 from wm_ds.errors import run_cli
 from wm_ds.export.export import DTYPES, ExportError, export, parse_size
@@ -25,28 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder to write; an older export is replaced"
-    )
-    parser.add_argument("--step", type=int, help="export the checkpoint of this step")
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the weights (default bfloat16)"
-    )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of one weight file (default 5GB)"
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, help="the tokenizer's folder, where the run's own has moved"
-    )
-    parser.add_argument(
-        "--push-to-hub", metavar="NAME", help="also upload the folder to this repository of the Hub"
-    )
-    parser.add_argument("--private", action="store_true", help="create that repository as a private one")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     start = time.monotonic()
     size = parse_size(args.max_shard_size)
     source = trained.find(args.source, args.step)

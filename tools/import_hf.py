@@ -13,6 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("folder", type=Path, metavar="DIR")
+    found.add_argument("config", help="the run's YAML")
+    found.add_argument("overrides", nargs="*", metavar="section.field=value")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 import torch
 
 from wm_ds import trained
@@ -40,13 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("config", help="the run's YAML")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     config = configuration.load(args.config, args.overrides)
     path = import_folder(args.folder, config)
     print(f"{path}: weights of {args.folder}; train with the same configuration to go on from there")

@@ -20,6 +20,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("source", type=Path, metavar="RUN_OR_FOLDER")
+    found.add_argument("--data", type=Path, help="packed data (default: the run's; needed for a folder)")
+    found.add_argument("--sequences", type=int, default=8, help="held-out sequences (default 8)")
+    found.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    found.add_argument("--chunks", type=int, nargs="*", default=[64, 128])
+    found.add_argument(
+        "--relaxation", type=float, default=0.8, help="also with this (default 0.8; 1 for none)"
+    )
+    found.add_argument("--max-passes", type=int, default=16, help="give up after so many (default 16)")
+    found.add_argument("--within", type=float, default=0.01, help="of exact perplexity (default 0.01)")
+    found.add_argument("--output", type=Path, default=Path("convergence"), help="path without its ending")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 import torch
 
 from tools.count_flops import Account, count, forward
@@ -37,21 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="RUN_OR_FOLDER")
-    parser.add_argument("--data", type=Path, help="packed data (default: the run's; needed for a folder)")
-    parser.add_argument("--sequences", type=int, default=8, help="held-out sequences (default 8)")
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--chunks", type=int, nargs="*", default=[64, 128])
-    parser.add_argument(
-        "--relaxation", type=float, default=0.8, help="also with this (default 0.8; 1 for none)"
-    )
-    parser.add_argument("--max-passes", type=int, default=16, help="give up after so many (default 16)")
-    parser.add_argument("--within", type=float, default=0.01, help="of exact perplexity (default 0.01)")
-    parser.add_argument("--output", type=Path, default=Path("convergence"), help="path without its ending")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     report = measure(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(args.output.with_suffix(".json"), report, indent=2)

@@ -17,7 +17,7 @@ from typing import Any
 
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
-from wm_ds.trained import read_metrics
+from wm_ds.run.metrics_file import read_metrics
 
 Rows = list[dict[str, Any]]
 

@@ -21,6 +21,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("path", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    action = found.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", action="store_true", help="list the checkpoints of a run")
+    action.add_argument("--verify", action="store_true", help="check every file against its sha256")
+    action.add_argument("--rewind", type=int, metavar="STEP", help="make this step the latest")
+    action.add_argument("--ranks", type=int, metavar="N", help="write the checkpoint as N files, see --out")
+    found.add_argument("--out", type=Path, metavar="RUN_DIR", help="where --ranks writes to")
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_args()
+
 import torch
 
 from wm_ds.checkpoint.directory import (
@@ -197,21 +214,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("path", type=Path, metavar="RUN_DIR|CHECKPOINT")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--list", action="store_true", help="list the checkpoints of a run")
-    action.add_argument("--verify", action="store_true", help="check every file against its sha256")
-    action.add_argument("--rewind", type=int, metavar="STEP", help="make this step the latest")
-    action.add_argument("--ranks", type=int, metavar="N", help="write the checkpoint as N files, see --out")
-    parser.add_argument("--out", type=Path, metavar="RUN_DIR", help="where --ranks writes to")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     if (options.ranks is None) != (options.out is None):
-        parser.error("--ranks and --out go together")
+        parser().error("--ranks and --out go together")
     if options.ranks is not None and options.ranks < 1:
-        parser.error(f"--ranks is {options.ranks}, must be 1 or more")
+        parser().error(f"--ranks is {options.ranks}, must be 1 or more")
     if not options.path.exists():
         raise CheckpointError(f"{options.path} does not exist")
     if options.list:

@@ -13,12 +13,33 @@ import sys
 import time
 from typing import Any
 
+from wm_ds.config.reference import summary
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    found = argparse.ArgumentParser(
+        prog="python -m wm_ds.train",
+        description="Train a language model.",
+        epilog=f"All keys of a run with their meaning: docs/configuration.md. Its sections:\n{summary()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("config", help="the run's YAML")
+    found.add_argument("overrides", nargs="*", metavar="section.field=value")
+    found.add_argument(
+        "--dry-run", action="store_true", help="check everything and print the run, train nothing"
+    )
+    return found
+
+
+if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
+    parser().parse_intermixed_args()
+
 from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.deepspeed_json import load_deepspeed
-from wm_ds.config.reference import summary
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
@@ -52,18 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def command(arguments: list[str] | None = None) -> int:
     """What main does, its errors as exceptions."""
-    parser = argparse.ArgumentParser(
-        prog="python -m wm_ds.train",
-        description="Train a language model.",
-        epilog=f"All keys of a run with their meaning: docs/configuration.md. Its sections:\n{summary()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="the run's YAML")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the run, train nothing"
-    )
-    options = parser.parse_intermixed_args(arguments)
+    options = parser().parse_intermixed_args(arguments)
     started = time.monotonic()
     terminal.start()
     # Before anything that takes time: who is told to stop while the run starts must not die of it, nor train.

@@ -20,6 +20,7 @@ from wm_ds.config import load as run_config
 from wm_ds.data.shards import load_manifest
 from wm_ds.errors import WmError
 from wm_ds.families import CLASSES, model_config
+from wm_ds.run.metrics_file import read_metrics
 
 
 class TrainedError(WmError, RuntimeError):
@@ -170,30 +171,3 @@ def find(path: str | Path, step: int | None = None) -> Trained:
 def has_passes(config: Any) -> bool:
     """Whether the model iterates: not vanilla, and not the ablation without feedback."""
     return config.model_type != "qwen3" and config.feedback
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that stand: of a step that was run twice, the later attempt's.
-
-    A half-written last line, as a kill leaves it, is dropped.
-    """
-    if not path.is_file():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows.append(row)
-    kept: list[dict[str, Any]] = []
-    first_later: dict[Any, int] = {}
-    for row in reversed(rows):
-        # A row stands unless a later attempt passed its step again.
-        attempt, step = row.get("attempt", 0), row.get("step", 0)
-        later = [s for a, s in first_later.items() if a != attempt]
-        if later and step >= min(later):
-            continue
-        first_later[attempt] = step
-        kept.append(row)
-    return kept[::-1]
