@@ -48,6 +48,7 @@ from wm_ds import trained
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.errors import run_cli
 from wm_ds.evaluate import perplexity as evaluate
+from wm_ds.families import has_passes
 from wm_ds.files import write_atomically, write_json
 from wm_ds.model import Schedule
 
@@ -80,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = PackedSequences(args.data or source.run.data.sources()[0].path, "holdout")
     device = evaluate.alone().device
     model = source.load(torch.float32, device)
-    if not trained.has_passes(model.config):
+    if not has_passes(model.config):
         raise evaluate.EvaluationError(f"{args.source} is a model without passes")
     model.config.use_cache = False
     bench = Bench(model, source.on_meta().eval(), rows, min(args.sequences, len(rows)), device)

@@ -1,4 +1,4 @@
-"""From a run's configuration to a Hugging Face causal language model of its family, with fresh weights.
+"""The families of models, in one table; and from a run's configuration to a model with fresh weights.
 
 The weights depend on the seed and the model alone, not on ranks or ZeRO stage: every rank draws the same
 numbers from the same seed, and keeps what is its own.
@@ -6,6 +6,7 @@ numbers from the same seed, and keeps what is its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,86 @@ from transformers.configuration_utils import PretrainedConfig
 from wm_ds.config.schema import ConfigError, Model
 from wm_ds.errors import one_line
 from wm_ds.model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and what the rest of the project must know of it.
+
+    Attributes:
+        name: in a run's configuration (`model.family`).
+        config_class, model_class: its configuration and its causal language model.
+        has_passes: a training step runs its layers several times.
+        has_pool: its layers read channels that are mixed from the states of all layers.
+        takes_documents: its forward takes `document_ids`; otherwise documents are a mask and positions.
+        own_code: its code is ours (it knows our recompute policies) and travels with its exports.
+    """
+
+    name: str
+    config_class: type[PretrainedConfig]
+    model_class: type[PreTrainedModel]
+    has_passes: bool
+    has_pool: bool
+    takes_documents: bool
+    own_code: bool
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in transformers' config.json."""
+        return self.config_class.model_type
+
+
+FAMILIES = (
+    Family(
+        "whitematter",
+        WhiteMatterConfig,
+        WhiteMatterForCausalLM,
+        has_passes=True,
+        has_pool=True,
+        takes_documents=True,
+        own_code=True,
+    ),
+    Family(
+        "lckv",
+        LCKVConfig,
+        LCKVForCausalLM,
+        has_passes=True,
+        has_pool=False,
+        takes_documents=True,
+        own_code=True,
+    ),
+    Family(
+        "vanilla",  # transformers' own
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        has_passes=False,
+        has_pool=False,
+        takes_documents=False,
+        own_code=False,
+    ),
+)
+MODEL_TYPES = {family.model_type: family for family in FAMILIES}
+NAMES = {family.name: family for family in FAMILIES}
+
+
+def family_of(hf_config: PretrainedConfig) -> Family:
+    """The family of a model's configuration."""
+    return MODEL_TYPES[hf_config.model_type]
+
+
+def has_passes(hf_config: PretrainedConfig) -> bool:
+    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
+    return family_of(hf_config).has_passes and hf_config.feedback
+
+
+def mixes_layers(hf_config: PretrainedConfig) -> bool:
+    """Whether deeper layers' states come back through one pool: WhiteMatter with feedback."""
+    return family_of(hf_config).has_pool and hf_config.feedback
+
+
+def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that the configuration belongs to."""
+    return family_of(hf_config).model_class
 
 
 def model_config(model: Model, *, vocab_size: int, seq_len: int, eos_id: int | None) -> PretrainedConfig:
@@ -48,19 +129,6 @@ def _model_config(model: Model, vocab_size: int, seq_len: int, eos_id: int | Non
     return WhiteMatterConfig(**fields)
 
 
-# Vanilla is transformers' own; the other families' code travels with their exports.
-CLASSES: dict[str, type[PreTrainedModel]] = {
-    "whitematter": WhiteMatterForCausalLM,
-    "lckv": LCKVForCausalLM,
-    "qwen3": Qwen3ForCausalLM,
-}
-
-
-def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that the configuration belongs to."""
-    return CLASSES[hf_config.model_type]
-
-
 def construct(
     hf_config: PretrainedConfig,
     *,
@@ -73,14 +141,14 @@ def construct(
     `recompute`: none, layer, group or group+layer, see fields.Config.recompute; `entries_on_host`: see there.
     """
     # Vanilla's attention takes the mask of documents, which SDPA does.
-    options = {"attn_implementation": "sdpa"} if hf_config.model_type == "qwen3" else {}
-    lm = model_class(hf_config)._from_config(hf_config, dtype=dtype, **options)
-    if hf_config.model_type == "qwen3":
-        if recompute == "layer":
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
+    family = family_of(hf_config)
+    options = {} if family.own_code else {"attn_implementation": "sdpa"}
+    lm = family.model_class._from_config(hf_config, dtype=dtype, **options)
+    if family.own_code:
         lm.model.recompute = recompute
         lm.model.entries_on_host = entries_on_host
+    elif recompute == "layer":
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
 
 

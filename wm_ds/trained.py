@@ -19,7 +19,7 @@ from wm_ds.checkpoint.format import MANIFEST, WEIGHT, CheckpointError, Reader, r
 from wm_ds.config import load as run_config
 from wm_ds.data.shards import load_manifest
 from wm_ds.errors import WmError
-from wm_ds.families import CLASSES, model_config
+from wm_ds.families import MODEL_TYPES, model_class, model_config
 from wm_ds.run.metrics_file import read_metrics
 
 
@@ -51,7 +51,7 @@ class Trained:
         """The model's configuration, a new object each time."""
         if self.run_dir is None:
             entry = json.loads((self.path / "config.json").read_text())
-            return CLASSES[entry["model_type"]].config_class.from_dict(entry)
+            return MODEL_TYPES[entry["model_type"]].config_class.from_dict(entry)
         data = self.data
         return model_config(
             self.run.model, vocab_size=data["vocab_size"], seq_len=data["seq_len"], eos_id=data["eos_id"]
@@ -65,10 +65,10 @@ class Trained:
         """The model in evaluation mode. Weights are read in pieces and cast once, in place."""
         config = self.hf_config()
         if self.run_dir is None:
-            model = CLASSES[config.model_type].from_pretrained(self.path, dtype=dtype)
+            model = model_class(config).from_pretrained(self.path, dtype=dtype)
             return model.to(device).eval()
         with no_init_weights():
-            model = CLASSES[config.model_type]._from_config(config, dtype=dtype).to(device)
+            model = model_class(config)._from_config(config, dtype=dtype).to(device)
             model.tie_weights()
         parameters = dict(model.named_parameters())
         with self.reader() as reader, torch.no_grad():
@@ -83,7 +83,7 @@ class Trained:
         """The model without numbers."""
         config = self.hf_config()
         with torch.device("meta"), no_init_weights():
-            model = CLASSES[config.model_type](config)
+            model = model_class(config)(config)
             model.tie_weights()
         return model
 
@@ -161,13 +161,8 @@ def find(path: str | Path, step: int | None = None) -> Trained:
         if step is not None:
             raise TrainedError(f"{path} is an exported folder; --step is for run directories")
         known = json.loads((path / "config.json").read_text()).get("model_type")
-        if known not in CLASSES:
-            raise TrainedError(f"{path} holds a model of type {known!r}; this reads {', '.join(CLASSES)}")
+        if known not in MODEL_TYPES:
+            raise TrainedError(f"{path} holds a model of type {known!r}; this reads {', '.join(MODEL_TYPES)}")
         return Trained(path, None)
     what = "is no run directory, checkpoint or exported folder" if path.exists() else "does not exist"
     raise TrainedError(f"{path} {what}")
-
-
-def has_passes(config: Any) -> bool:
-    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
-    return config.model_type != "qwen3" and config.feedback

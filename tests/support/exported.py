@@ -19,6 +19,7 @@ from tools import pack_data
 from wm_ds import trained
 from wm_ds.checkpoint import format
 from wm_ds.export import export
+from wm_ds.families import model_class
 from wm_ds.packing.tokenizer import make_encoder, open_tokenizer
 
 EOS = "<|endoftext|>"
@@ -82,7 +83,7 @@ def make_run(root: Path, step: int = 7, seq_len: int = 64, **model: object) -> P
 def build(run: Path, seed: int) -> torch.nn.Module:
     """The run's model with every parameter random, also those that start at zero or one."""
     config = trained.Trained(run, run).hf_config()
-    model = trained.CLASSES[config.model_type](config)
+    model = model_class(config)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

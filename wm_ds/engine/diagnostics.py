@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wm_ds.distributed import process_group
 from wm_ds.engine.engine import Engine
+from wm_ds.families import mixes_layers
 
 
 def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
     """
     memory = {"peak_memory_gib": peak_memory(engine)}
     model = engine.lm.model
-    if model.config.model_type != "whitematter" or not model.config.feedback:
+    if not mixes_layers(model.config):
         return memory
     branches = {"key": model.pool.key, "value": model.pool.value}
     sums = {name: _Average() for name in branches}

@@ -46,6 +46,7 @@ from wm_ds.engine.init_weights import place
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.engine.sequence_parallel import SequenceShard
 from wm_ds.errors import WmError
+from wm_ds.families import family_of
 from wm_ds.model.shard import ALL, Shard
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.muon import MuonAdamW, Settings
@@ -327,7 +328,7 @@ class Engine:
     def passes(self) -> int:
         """Passes of a training step; 0 for a model that has none."""
         config = self.lm.config
-        return 0 if config.model_type == "qwen3" else config.no_grad_passes + config.grad_passes
+        return config.no_grad_passes + config.grad_passes if family_of(config).has_passes else 0
 
     def passes_schedule(self, factor: int) -> Any:
         """The training schedule with `factor` times its passes, for evaluation."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wm_ds.families import family_of
 from wm_ds.model.layout import document_positions
 
 IGNORE = -100  # the label of a position without a target, as in transformers and torch
@@ -128,7 +129,7 @@ class TokenLoss(nn.Module):
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor, **model_arguments: Any) -> Tensor:
         """Final hidden states [B, T, D]."""
-        if self.lm.config.model_type != "qwen3":  # ours take the documents as they are
+        if family_of(self.lm.config).takes_documents:
             return self.lm.model(
                 input_ids=input_ids, document_ids=document_ids, **model_arguments
             ).last_hidden_state

@@ -31,13 +31,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from wm_ds.families import NAMES
+
 GATHERS = ("step", "pass", "traversal")
 PREFETCH = 50_000_000  # parameters on their way at most, beside a layer's own
 
 
 def default_gather(family: str) -> str:
     """Multi-pass models gather once a step; a model whose layers run once gains nothing from that."""
-    return "traversal" if family == "vanilla" else "step"
+    return "step" if NAMES[family].has_passes else "traversal"
 
 
 def limits(gather: str, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, int]:

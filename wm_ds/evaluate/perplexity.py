@@ -22,8 +22,8 @@ from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.errors import WmError
+from wm_ds.families import has_passes
 from wm_ds.model import Converged, Schedule
-from wm_ds.trained import has_passes
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

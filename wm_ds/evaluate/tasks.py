@@ -15,7 +15,6 @@ from wm_ds.evaluate import harness
 from wm_ds.evaluate.perplexity import DTYPES, EvaluationError, at_least_one, name_of
 from wm_ds.evaluate.scheduled_lm import ScheduledLM
 from wm_ds.model import Schedule
-from wm_ds.trained import has_passes
 
 log = logging.getLogger(__name__)
 

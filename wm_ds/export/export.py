@@ -37,8 +37,9 @@ from wm_ds import model as model_package
 from wm_ds.checkpoint.format import Reader, verify
 from wm_ds.export import model_card, standalone
 from wm_ds.export.tokenizer import ExportError, agree_on_ids, copy_tokenizer
+from wm_ds.families import family_of
 from wm_ds.files import give_usual_mode, sync_directory
-from wm_ds.trained import CLASSES, Trained, TrainedError
+from wm_ds.trained import Trained, TrainedError
 
 PROVENANCE = "export.json"
 UNCHECKED = "config.json.unchecked"  # config.json gets its name last: a folder without it does not load
@@ -177,8 +178,9 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> None:
     """All that transformers needs beside weights and tokenizer."""
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    causal_lm = CLASSES[config.model_type]
-    if config.model_type == "qwen3" and tokenizer_size < config.vocab_size:
+    family = family_of(config)
+    causal_lm = family.model_class
+    if not family.own_code and tokenizer_size < config.vocab_size:
         # Our own models know by tokenizer_size that padding of the vocabulary is not to be generated.
         ids["suppress_tokens"] = list(range(tokenizer_size, config.vocab_size))
     GenerationConfig(**ids).save_pretrained(folder)
@@ -190,7 +192,7 @@ def _write_code_and_config(config: Any, tokenizer_size: int, folder: Path) -> No
         entry[name] = getattr(config, name)
     entry["dtype"] = str(config.dtype).removeprefix("torch.")
     entry["architectures"] = [causal_lm.__name__]
-    if config.model_type != "qwen3":
+    if family.own_code:
         entry["tokenizer_size"] = tokenizer_size
         for file in sorted(Path(model_package.__file__).parent.glob("*.py")):
             shutil.copyfile(file, folder / file.name)

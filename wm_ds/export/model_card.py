@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wm_ds.trained import has_passes
+from wm_ds.families import family_of, has_passes
 
 WHAT = (
     "Every layer attends to {channels} mixed from the states of *all* {layers} layers of past tokens. "
@@ -45,7 +45,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
     """Markdown with YAML front matter. `facts` as Trained.facts() gives them, plus "dtype"."""
     run, batch, optim = (facts["config"][key] for key in ("run", "batch", "optim"))
     iterates = has_passes(config)
-    remote = ", trust_remote_code=True" if config.model_type != "qwen3" else ""
+    remote = ", trust_remote_code=True" if family_of(config).own_code else ""
     lines = [
         "---",
         "library_name: transformers",
@@ -103,7 +103,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
 
 
 def _kind(config: Any) -> str:
-    if config.model_type == "qwen3":
+    if not family_of(config).own_code:
         return "A Qwen3 language model (transformers' own architecture)."
     layers = config.num_hidden_layers
     if config.model_type == "lckv":
@@ -132,7 +132,7 @@ def _schedule(config: Any) -> str:
 
 def _shape(config: Any) -> dict[str, Any]:
     names = [*SHAPE]
-    if config.model_type == "whitematter":
+    if family_of(config).has_pool:
         names += ["num_kv_channels", "router_stride", "router_init"]
     return {name: getattr(config, name) for name in names}
 

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from wm_ds.engine.loss import document_mask
-from wm_ds.families import construct
+from wm_ds.families import construct, family_of
 from wm_ds.model.attention import MAX_RUNS_WITH_GRAD, MIN_QUERIES_PER_RUN
 from wm_ds.model.layout import document_positions
 from wm_ds.model.shard import Shard
@@ -73,7 +73,7 @@ def _measure(
         ids = torch.zeros(1, length, dtype=torch.long)
         documents = torch.zeros(1, length, dtype=torch.int32)
         arguments: dict[str, Any] = {"document_ids": documents}
-        if hf.model_type == "qwen3":
+        if not family_of(hf).takes_documents:
             mask, positions = document_mask(documents, lm.dtype), document_positions(documents)
             arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
         else:
@@ -96,7 +96,7 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
     if layers > shallow + EXTRA_LAYERS:
         ends = []
         for depth in (shallow, shallow + EXTRA_LAYERS):
-            layer_types = {"layer_types": None} if hf.model_type == "qwen3" else {}
+            layer_types = {} if family_of(hf).own_code else {"layer_types": None}
             shallower = _variant(hf, num_hidden_layers=depth, **layer_types)
             ends.append(_body(shallower, length, precision, recompute, ranks))
         slope = (layers - shallow) / EXTRA_LAYERS
@@ -109,9 +109,9 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
 
 
 def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int) -> Body:
-    if hf.model_type == "qwen3":
+    if not family_of(hf).has_passes:
         return Body(*_measure(hf, length, precision, recompute), 0.0)
-    if hf.model_type != "whitematter" or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
+    if not family_of(hf).has_pool or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
         pool, waiting = _pool_bytes(hf, length, precision, recompute, ranks)
         return Body(*_measure(hf, length, precision, recompute, ranks), pool, waiting)
     # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
+from wm_ds.families import family_of, mixes_layers
 from wm_ds.model.work import pass_counts
 
 
@@ -33,13 +34,13 @@ def training(config: PretrainedConfig, seq_len: int, recompute: str = "none") ->
     attention = 2 * seq_len * wide
     products = 4 * D * wide + 6 * D * config.intermediate_size  # q, o, gate, up, down
     head = 2 * D * config.vocab_size
-    if config.model_type == "qwen3":
+    if not family_of(config).own_code:
         block = products + 4 * D * kv + attention
         back = 2 * (products + 4 * D * kv) + 2.5 * attention
         again = 0.0 if recompute == "none" else L * block
         model = L * (block + back) + 3 * head
         return Flops(model, model + again)
-    if config.model_type != "whitematter" or not config.feedback:
+    if not mixes_layers(config):
         return None
     k = config.num_kv_channels
     router = 2 * k * L * len(config.router_sources) * D if config.routing == "dynamic" else 0

@@ -14,6 +14,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from wm_ds.config.schema import Config
 from wm_ds.engine.zero3 import default_gather
+from wm_ds.families import family_of
 from wm_ds.optim.param_rules import Row
 from wm_ds.plan.activations import storage_dtype
 
@@ -66,7 +67,7 @@ class Run:
     @property
     def multi_pass(self) -> bool:
         """Whether the layers run several times a step."""
-        return self.hf.model_type != "qwen3"
+        return family_of(self.hf).has_passes
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Way:
 
 def recompute_policies(hf: PretrainedConfig) -> tuple[str, ...]:
     """What a model's backward can recompute, cheapest first."""
-    return ("none", "layer") if hf.model_type == "qwen3" else ("none", "layer", "group", "group+layer")
+    return ("none", "layer", "group", "group+layer") if family_of(hf).own_code else ("none", "layer")
 
 
 def ways(run: Run, recompute: str) -> Iterator[Way]:
