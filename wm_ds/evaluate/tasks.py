@@ -14,6 +14,7 @@ from wm_ds.distributed.process_group import World
 from wm_ds.evaluate import harness
 from wm_ds.evaluate.perplexity import DTYPES, EvaluationError, at_least_one, name_of
 from wm_ds.evaluate.scheduled_lm import ScheduledLM
+from wm_ds.families import has_passes
 from wm_ds.model import Schedule
 
 log = logging.getLogger(__name__)
