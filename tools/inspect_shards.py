@@ -62,7 +62,8 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
         ),
         (
             "sequences",
-            f"{manifest['sequences']:,} of {manifest['seq_len']}, {manifest['holdout']:,} held out",
+            f"{manifest['sequences']:,} of {manifest['seq_len']}, {manifest['holdout']:,} held out "
+            f"by {manifest.get('holdout_by', 'row')}",
         ),
         ("alignment", f"{manifest['align']}, {counts['filler']:,} filler positions"),
         ("tail", f"{manifest['tail']}, {counts['dropped_tokens']:,} tokens dropped"),

@@ -58,6 +58,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--holdout", type=int, default=0, metavar="N", help="sequences of the held-out split (default 0)")
     add(
+        "--holdout-by",
+        choices=("row", "document"),
+        default="row",
+        help="row: held-out sequences may begin and end inside documents that training also sees, as in the "
+        "paper; document: training sees no document of a held-out sequence (default row)",
+    )
+    add(
         "--tail",
         choices=("pad", "drop"),
         default="pad",
@@ -137,6 +144,7 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         align=args.align,
         tail=args.tail,
         holdout=args.holdout,
+        holdout_by=args.holdout_by,
         shuffle_seed=args.shuffle_seed,
         text_field=args.text_field,
         txt_split=args.txt_split,
@@ -189,12 +197,18 @@ def summary(manifest: dict[str, Any], output: Path) -> str:
     lines = [
         f"{output}: {counts['tokens']:,} tokens in {counts['written']:,} documents, "
         f"{manifest['sequences']:,} sequences of {manifest['seq_len']} "
-        f"({manifest['holdout']:,} held out), {len(manifest['shards'])} shards of {manifest['dtype']}",
+        f"({manifest['holdout']:,} held out by {manifest['holdout_by']}), "
+        f"{len(manifest['shards'])} shards of {manifest['dtype']}",
         f"records: read={counts['read']} written={counts['written']} empty={counts['empty']} "
         f"bad={counts['bad']} blank_lines={counts['blank_lines']}",
         f"filler (align {manifest['align']}): {counts['filler']:,} positions; "
         f"dropped at the end (tail {manifest['tail']}): {counts['dropped_tokens']:,} tokens",
     ]
+    if left_out := manifest.get("holdout_left_out"):
+        lines.append(
+            f"not trained on, since their documents are held out: {left_out['positions']:,} positions, among "
+            f"them {left_out['sequences']:,} whole sequences"
+        )
     if bad:
         lines.append("bad records: " + ", ".join(f"{reason}={count}" for reason, count in bad.items()))
         lines += [

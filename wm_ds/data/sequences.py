@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from wm_ds.data import holdout as held_out
 from wm_ds.data import shards, shuffle
 
 IGNORE = -100  # label of a position that predicts nothing
@@ -80,10 +81,20 @@ class PackedSequences:
             self._first, self._count = self.sequences - holdout, holdout
         else:
             raise shards.ShardError(f"unknown split {split!r} of {path}; it has 'train' and 'holdout'")
+        self._spans = held_out.read_spans(self.path, self.manifest)[: None if split == "train" else 0]
+        self._skipped = self._left_out_indices()
+        self._count -= self._skipped.size
         for (
             record
         ) in self._records:  # sizes now, so that a cut file is an error at start and not at step 9000
             self._check_size(record)
+
+    def _left_out_indices(self) -> np.ndarray:
+        """Where rows without data stand in the shuffled order (int64, sorted)."""
+        rows = (
+            held_out.rows_without_data(self._spans, self.manifest) if self._spans.size else self._spans[:, 0]
+        )
+        return np.sort(shuffle.unpermute(rows, self.sequences, self.manifest["shuffle_seed"]))
 
     def _check_size(self, record: dict[str, Any]) -> None:
         sizes = {"tokens": record["length"] * self._dtype.itemsize, "ends": record["documents"] * 8}
@@ -110,10 +121,15 @@ class PackedSequences:
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and not 0 <= indices.min() <= indices.max() < self._count:
             raise IndexError(f"indices outside 0 .. {self._count - 1} in split {self.split!r} of {self.path}")
+        before = self._skipped - np.arange(self._skipped.size)  # rows of this split in front of each
+        indices = indices + np.searchsorted(before, indices, side="right")
         return shuffle.permute(indices + self._first, self.sequences, self.manifest["shuffle_seed"])
 
     def sequence(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sequence `number` in stream order, of any split: (ids int64 [T], document ids int32 [T])."""
+        """Sequence `number` in stream order, of any split: (ids int64 [T], document ids int32 [T]).
+
+        In split "train", documents that are held out are filler.
+        """
         start, stop = number * self.seq_len, (number + 1) * self.seq_len
         ids_T = np.full(self.seq_len, self.manifest["filler_id"], dtype=np.int64)
         documents_T = np.full(self.seq_len, -1, dtype=np.int32)
@@ -137,7 +153,20 @@ class PackedSequences:
             documents_T[positions] = np.repeat(np.arange(documents, documents + lengths.size), lengths)
             documents += lengths.size
             start, shard = shard_stop, shard + 1
+        self._hide_spans(number, ids_T, documents_T)
         return ids_T, documents_T
+
+    def _hide_spans(self, number: int, ids_T: np.ndarray, documents_T: np.ndarray) -> None:
+        start = number * self.seq_len
+        first = int(np.searchsorted(self._spans[:, 1], start, side="right"))
+        last = int(np.searchsorted(self._spans[:, 0], start + self.seq_len, side="left"))
+        if first == last:
+            return
+        for low, high in (self._spans[first:last] - start).tolist():
+            ids_T[max(low, 0) : high] = self.manifest["filler_id"]
+            documents_T[max(low, 0) : high] = -1
+        shown = documents_T >= 0
+        documents_T[shown] = np.unique(documents_T[shown], return_inverse=True)[1]
 
     def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         arrays = self._open.get(index)

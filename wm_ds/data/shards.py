@@ -34,6 +34,7 @@ from wm_ds.errors import WmError
 
 FORMAT = "wm_ds.shards"
 VERSION = 1
+HOLDOUT_VERSION = 2  # held out by document: older code would show held-out documents to training
 MANIFEST = "manifest.json"
 _ENDS_DTYPE = np.dtype("<i8")
 
@@ -245,10 +246,10 @@ def load_manifest(root: str | os.PathLike[str]) -> dict[str, Any]:
         raise ShardError(f"{path} is missing: {root} is not a packed data set") from None
     except json.JSONDecodeError as error:
         raise ShardError(f"{path} is not JSON ({error}); pack the data again") from None
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, HOLDOUT_VERSION):
         raise ShardError(
             f"{path} has format {manifest.get('format')!r} version {manifest.get('version')!r}; "
-            f"this code reads {FORMAT!r} version {VERSION}"
+            f"this code reads {FORMAT!r} version {VERSION} and {HOLDOUT_VERSION}"
         )
     needed = token_dtype(manifest["vocab_size"])
     if manifest["dtype"] != needed.name:

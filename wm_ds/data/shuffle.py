@@ -37,17 +37,40 @@ def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     index = np.asarray(index)
     if index.size and (index.min() < 0 or index.max() >= size):
         raise IndexError(f"index outside 0 .. {size - 1}")
+    half, keys = _network(size, seed)
+    return _walk(index, size, half, keys, inverse=False)
+
+
+def unpermute(value: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """The index that `permute` sends to each value: `permute(unpermute(v)) == v`."""
+    value = np.asarray(value)
+    if value.size and (value.min() < 0 or value.max() >= size):
+        raise IndexError(f"value outside 0 .. {size - 1}")
+    half, keys = _network(size, seed)
+    return _walk(value, size, half, keys, inverse=True)
+
+
+def _network(size: int, seed: int) -> tuple[np.uint64, np.ndarray]:
+    """Bits of half a number, and the keys of the rounds."""
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
     keys = mix(
         np.uint64(seed & _MASK) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     )
+    return half, keys
+
+
+def _walk(index: np.ndarray, size: int, half: np.uint64, keys: np.ndarray, inverse: bool) -> np.ndarray:
+    """Run the network (or its inverse) over each index until the result lies below `size`."""
+    mask = np.uint64((1 << int(half)) - 1)
     value = index.astype(np.uint64).reshape(-1)
     todo = np.arange(value.size)
     while todo.size:
         left, right = value[todo] >> half, value[todo] & mask
-        for round_key in keys:
-            left, right = right, left ^ (mix(right ^ round_key) & mask)
+        for round_key in keys[::-1] if inverse else keys:
+            if inverse:
+                left, right = right ^ (mix(left ^ round_key) & mask), left
+            else:
+                left, right = right, left ^ (mix(right ^ round_key) & mask)
         value[todo] = (left << half) | right
         todo = todo[value[todo] >= np.uint64(size)]
     return value.astype(np.int64).reshape(index.shape)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from wm_ds.data import holdout as held_out
 from wm_ds.data import shards
 from wm_ds.packing.plan import PLAN, PackError, filler_id
 
@@ -87,7 +88,7 @@ def _manifest(
             for name in ("documents", "tokens"):
                 inputs[part["input"]][name] += part[name]
     private = ("inputs", "counts", "bad", "bad_examples")
-    return {
+    manifest = {
         "format": shards.FORMAT,
         "version": shards.VERSION,
         "key": hashlib.sha256(
@@ -105,6 +106,7 @@ def _manifest(
         "shuffle_seed": settings["shuffle_seed"],
         "sequences": sequences,
         "holdout": settings["holdout"],
+        "holdout_by": settings.get("holdout_by", "row"),
         "counts": {
             "read": counts["read"],
             "written": sum(record["documents"] for record in filled),
@@ -123,6 +125,28 @@ def _manifest(
         "shards": [
             {name: value for name, value in record.items() if name not in private} for record in filled
         ],
+    }
+    if manifest["holdout_by"] == "document":
+        _hold_out_documents(root, manifest)
+    return manifest
+
+
+def _hold_out_documents(root: Path, manifest: dict[str, Any]) -> None:
+    """Find the held-out documents' spans, write them beside the shards, and add to the manifest what they
+    are and what they cost: data tokens that are in neither split, and rows that hold nothing else."""
+    spans = held_out.find_spans(root, manifest)
+    left_out = held_out.rows_without_data(spans, manifest).size
+    if manifest["sequences"] - manifest["holdout"] - left_out < 1:
+        raise PackError(
+            f"--holdout {manifest['holdout']} --holdout-by document leaves nothing to train on: documents "
+            f"in the held-out sequences fill the whole corpus ({manifest['sequences']} sequences); pack into "
+            f"another folder with a smaller --holdout, more text, or --holdout-by row"
+        )
+    manifest["version"] = shards.HOLDOUT_VERSION
+    manifest["holdout_spans_sha256"] = held_out.write_spans(root, spans)
+    manifest["holdout_left_out"] = {
+        "sequences": left_out,
+        "positions": held_out.positions_left_out(spans, manifest),
     }
 
 

@@ -37,7 +37,8 @@ class Settings:
 
     seq_len: positions of a training sequence. align: every document starts at a multiple of it.
     tail: "pad" fills the last sequence with masked filler, "drop" leaves an incomplete one out.
-    holdout: sequences of the split `holdout`. shuffle_seed: names the order whose end is held out.
+    holdout: sequences of the split `holdout`. holdout_by: "row", or "document": training sees no document
+        that has a token in a held-out sequence. shuffle_seed: names the order whose end is held out.
     text_field, txt_split: see documents.Reading.
     shard_bytes: input bytes a shard is made of; None: by the size of the corpus.
     literal_tokens, encoder: see encode.open_tokenizer and fast_encode. The encoder gives the same ids
@@ -54,6 +55,15 @@ class Settings:
     shard_bytes: int | None = None
     literal_tokens: str = "special"
     encoder: str = "tokenizers"
+    holdout_by: str = "row"
+
+    def description(self) -> dict[str, Any]:
+        """The settings as a plan keeps them. What was added later is left out where it is the default, so
+        that folders begun before go on."""
+        described = asdict(self)
+        if self.holdout_by == "row":
+            del described["holdout_by"]
+        return described
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Plan:
         return {
             "format": shards.FORMAT,
             "version": shards.VERSION,
-            "settings": asdict(self.settings),
+            "settings": self.settings.description(),
             "tokenizer": {
                 "sha256": tokenizer.sha256,
                 "vocab_size": tokenizer.vocab_size,
@@ -105,6 +115,8 @@ def make_plan(files: list[Input], tokenizer: TokenizerSpec, settings: Settings) 
             f"--seq-len {settings.seq_len} is not a multiple of --align {settings.align}: a document that "
             f"goes on in the next sequence could not keep its alignment; choose an align that divides it"
         )
+    if settings.holdout_by == "document" and not settings.holdout:
+        raise PackError("--holdout-by document needs --holdout N: nothing is held out")
     if settings.holdout < 0:
         raise PackError(f"--holdout {settings.holdout} is negative")
     if settings.shard_bytes is None:
@@ -149,10 +161,12 @@ def prepare(plan: Plan, root: Path) -> None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for part in ("settings", "tokenizer"):
-        for name, value in new[part].items():
-            if old[part].get(name) != value:
-                yield f"{part} {name} was {old[part].get(name)!r}, is now {value!r}"
+    later = {"holdout_by": "row"}  # settings that earlier plans do not have
+    for part, defaults in (("settings", later), ("tokenizer", {})):
+        before, after = ({**defaults, **side[part]} for side in (old, new))
+        for name, value in after.items():
+            if before.get(name) != value:
+                yield f"{part} {name} was {before.get(name)!r}, is now {value!r}"
     for name in ("format", "version"):
         if old[name] != new[name]:
             yield f"{name} was {old[name]!r}, is now {new[name]!r}"
