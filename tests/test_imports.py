@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "data": {"files"},
     "packing": {"data", "files"},
-    "optim": {"config"},
+    "optim": {"config", "distributed"},
     "families": {"config", "model"},
     "run": {"config", "distributed", "files"},
     "engine": {"config", "distributed", "families", "model", "optim"},

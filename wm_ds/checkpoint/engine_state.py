@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from wm_ds.optim.partition import WRAPPER_PREFIX, base_optimizer, fragments, parameter_names
+from wm_ds.distributed import deepspeed_internals
+from wm_ds.optim.partition import WRAPPER_PREFIX, fragments, parameter_names
 
 WEIGHT = "weight"
 
@@ -45,10 +46,10 @@ class EngineState:
     def __init__(self, engine: Any, *, rank: int = 0, world: int = 1) -> None:
         self.engine, self.rank, self.world = engine, rank, world
         self.stage = int(engine.zero_optimization_stage())
-        self.wrapper, self.optimizer = engine.optimizer, base_optimizer(engine)
-        if any(getattr(self.wrapper, key, False) for key in ("swap_optimizer", "params_in_nvme_and_cpu")):
+        self.optimizer = deepspeed_internals.base_optimizer(engine)
+        if deepspeed_internals.keeps_state_on_nvme(engine):
             raise ValueError("NVMe offload is not supported by checkpoints; offload to cpu instead")
-        if getattr(self.wrapper, "dynamic_loss_scale", False) is True:
+        if getattr(engine.optimizer, "dynamic_loss_scale", False) is True:
             raise ValueError(
                 "fp16 with dynamic loss scaling is not supported by checkpoints; use bf16 or autocast"
             )
@@ -66,7 +67,7 @@ class EngineState:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, whole."""
-        return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()}
+        return {name: deepspeed_internals.shape_of(p) for name, p in self._parameters.items()}
 
     def live_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter as the model computes with it, whole and flat, in the same order on all ranks.
@@ -74,12 +75,7 @@ class EngineState:
         At stage 3 each is gathered for its turn: a collective, and nothing may be left out.
         """
         for name, parameter in self._parameters.items():
-            if self.stage == 3 and parameter.ds_status.name != "AVAILABLE":
-                import deepspeed
-
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach().view(-1)
-            else:
+            with deepspeed_internals.whole(parameter):
                 yield name, parameter.detach().view(-1)
 
     def updated(self) -> bool:
@@ -111,10 +107,9 @@ class EngineState:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 continue
-            if hasattr(parameter, "ds_tensor"):  # stage 3 cuts frozen parameters too
-                part = parameter.ds_tensor.detach().view(-1)
-                start = min(parameter.ds_zero_partition_rank * part.numel(), parameter.ds_numel)
-                stop = min(start + part.numel(), parameter.ds_numel)
+            if deepspeed_internals.is_cut(parameter):  # stage 3 cuts frozen parameters too
+                start, stop, _ = deepspeed_internals.cut_range(parameter)
+                part = deepspeed_internals.piece(parameter)
                 yield Share(name, WEIGHT, start, stop, (start, stop), part[: stop - start])
             else:
                 yield self._whole(name, parameter)
@@ -144,24 +139,12 @@ class EngineState:
 
     def before_load(self) -> None:
         """Release parameters that stage 3 holds gathered, so that no stale copy outlives the load."""
-        if self.stage == 3:
-            self.wrapper.checkpoint_event_prologue()
+        deepspeed_internals.release_gathered(self.engine)
 
     @torch.no_grad()
     def after_load(self) -> None:
         """Bring the weights that the model computes with in line with the loaded masters. A collective."""
-        if self.stage == 3:
-            for i in range(len(self.wrapper.fp16_groups)):
-                self.wrapper._reassign_or_swap_out_partitioned_parameters(i)
-            # Nothing is gathered, persistent parameters neither: as in a fresh engine, the first step must
-            # find them missing, because that is how DeepSpeed learns which module uses which parameter.
-            self.wrapper.invalidate_secondary_tensor()
-        elif self.stage in (1, 2):
-            self.wrapper.update_lp_params()
-        elif self.wrapper is not self.optimizer:  # bf16 at stage 0: masters are copies
-            for low, master in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups):
-                for parameter, fp32 in zip(low, master):
-                    parameter.data.copy_(fp32.data)
+        deepspeed_internals.refresh_weights(self.engine)
 
 
 def even_cuts(numels: dict[str, int], rank: int, world: int) -> dict[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from wm_ds.config.schema import Config
+from wm_ds.distributed import deepspeed_internals
 from wm_ds.engine import zero3
 from wm_ds.optim.param_rules import Row, parameter_table
 from wm_ds.optim.partition import parameter_names
@@ -67,9 +68,7 @@ def deepspeed_config(
 def table_for(config: Config, lm: nn.Module) -> list[Row]:
     """The optimizer's parameter table for a model."""
     names = parameter_names(lm)
-    shapes = [
-        (names[id(p)], tuple(getattr(p, "ds_shape", p.shape))) for p in lm.parameters() if p.requires_grad
-    ]
+    shapes = [(names[id(p)], deepspeed_internals.shape_of(p)) for p in lm.parameters() if p.requires_grad]
     o = config.optim
     return parameter_table(
         shapes,

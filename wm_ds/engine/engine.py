@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config
-from wm_ds.distributed import process_group
+from wm_ds.distributed import deepspeed_internals, process_group
 from wm_ds.distributed.process_group import Clock, World
 from wm_ds.engine import zero3
 from wm_ds.engine.deepspeed_config import deepspeed_config, sums_own_gradients, table_for
@@ -197,7 +197,7 @@ class Engine:
             total += self._forward_backward(micro_batch, weight, clock)
             if i + 1 < len(micro_batches):
                 self.ds.step()  # inside an accumulation this only counts
-        return total, _squared_norm(self.reduced_gradients())
+        return total, _squared_norm(deepspeed_internals.reduced_gradients(self.ds))
 
     def _backward_reduced_once(
         self, micro_batches: list[dict], weight: float, clock: Clock
@@ -230,7 +230,9 @@ class Engine:
         if self.stage == 0:
             with clock.of("communication"):
                 self.ds.allreduce_gradients()
-        return total, norm if self.clips_locally else _squared_norm(self.reduced_gradients())
+        if not self.clips_locally:
+            norm = _squared_norm(deepspeed_internals.reduced_gradients(self.ds))
+        return total, norm
 
     def _add_to(self, sums: dict[nn.Parameter, Tensor]) -> None:
         """Move each parameter's gradient of one micro-batch into an fp32 sum."""
@@ -242,15 +244,6 @@ class Engine:
             else:
                 sums[p] = p.grad.float()
             p.grad.zero_()
-
-    def reduced_gradients(self) -> list[Tensor]:
-        """This rank's parts of the reduced gradient, after backward; at stage 0 all of it."""
-        wrapper = self.ds.optimizer
-        if self.stage == 0:
-            return [p.grad for p in self.ds.module.parameters() if p.grad is not None]
-        if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
-            return [m.tensor.grad for m in masters(self.ds) if m.tensor.grad is not None]
-        return [g for part in wrapper.averaged_gradients.values() if part is not None for g in part]
 
     def _judge(self, loss: float, grad_norm: float, tokens: int) -> tuple[str | None, float | None]:
         """(reason to skip the step, size of a spike); from numbers that all ranks share."""

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from wm_ds.distributed import deepspeed_internals
 from wm_ds.families import construct
 
 
@@ -140,16 +141,7 @@ def place(
     dtype = torch.bfloat16 if full.get("bf16", {}).get("enabled") else torch.float32
     cut = None
     if full["zero_optimization"].get("stage") == 3:
-        import deepspeed
-        from deepspeed.utils import groups
-
-        # Given a module, Init also puts DeepSpeed's own linear in torch's place, as for whole models.
-        cut = deepspeed.zero.Init(
-            nn.Module(),
-            config_dict_or_path=full,
-            dtype=dtype,
-            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),  # hpZ's, if there is one
-        )
+        cut = deepspeed_internals.cutter(full, dtype)
     for buffer in lm.buffers():
         buffer.data = buffer.data.to(device)
     names = {id(p): name for name, p in lm.named_parameters()}
@@ -164,6 +156,6 @@ def place(
         for module, key in places:
             module._parameters[key] = p
         if cut is not None:
-            cut._convert_to_zero_parameters([p])
+            deepspeed_internals.cut(cut, p)
     if owners:
         raise ValueError(f"no value was given for {next(iter(owners))}")

@@ -32,6 +32,7 @@ from wm_ds.distributed import (
 import torch  # isort: skip
 from torch import Tensor
 
+from wm_ds.distributed import deepspeed_internals
 from wm_ds.model.shard import Shard
 
 
@@ -43,8 +44,6 @@ class SequenceShard(Shard):
     """
 
     def __init__(self, world: process_group.World, size: int, timeout_minutes: float = 30.0) -> None:
-        from deepspeed.sequence.layer import register_all_to_all_group
-
         if world.size % size:
             raise ValueError(f"{world.size} ranks cannot be cut into sequence groups of {size}")
         self.ranks, self.rank = size, world.rank % size
@@ -54,13 +53,11 @@ class SequenceShard(Shard):
             group = torch.distributed.new_group(members, timeout=datetime.timedelta(minutes=timeout_minutes))
             if world.rank in members:
                 self.group = group
-        register_all_to_all_group(self.group)
+        deepspeed_internals.register_all_to_all(self.group)
 
     def exchange(self, x: Tensor) -> Tensor:
         """See Shard. Each rank sends (ranks - 1)/ranks of x."""
-        from deepspeed.sequence.layer import _dim_zero_all_to_all
-
-        return _dim_zero_all_to_all(self.group, x)
+        return deepspeed_internals.all_to_all(self.group, x)
 
     def total(self, x: Tensor) -> Tensor:
         """See Shard. One all-reduce."""

@@ -28,9 +28,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
+from wm_ds.distributed import deepspeed_internals
 from wm_ds.families import NAMES
 
 GATHERS = ("step", "pass", "traversal")
@@ -87,10 +87,8 @@ def node_partition(gather: str, world: int) -> int:
 class Traces:
     """Stage 3's recorded traces of modules, one for each kind of forward; nothing at other stages.
 
-    Reads and writes private fields of DeepSpeed 0.19's parameter coordinator; a test counts invalidations.
+    A test counts how often DeepSpeed finds its trace invalid.
     """
-
-    _FIELDS = ("trace_mode", "submodule_order", "param_order")
 
     def __init__(self, ds: Any) -> None:
         self._ds = ds
@@ -102,26 +100,21 @@ class Traces:
         if self._ds.zero_optimization_stage() != 3:
             yield
             return
-        coordinator = self._ds.optimizer.parameter_offload.get_param_coordinator()
-        prefix = "_PartitionedParameterCoordinator__"
-        if getattr(coordinator, prefix + "submodule_order"):
+        coordinator = deepspeed_internals.coordinator(self._ds)
+        mode, modules, _ = deepspeed_internals.trace(coordinator)
+        if modules:
             coordinator.reset_step()  # a trace that the last step recorded is completed first
-        training = tuple(getattr(coordinator, prefix + name) for name in self._FIELDS)
-        fresh = (type(training[0]).INVALID, [], [])
-        self._switch(coordinator, self._kept.get(kind, fresh))
+        training = deepspeed_internals.trace(coordinator)
+        fresh = (type(mode).INVALID, [], [])
+        deepspeed_internals.set_trace(coordinator, self._kept.get(kind, fresh))
         try:
             yield
             coordinator.reset_step()
         finally:
-            self._kept[kind] = tuple(getattr(coordinator, prefix + name) for name in self._FIELDS)
-            self._switch(coordinator, training)
-
-    def _switch(self, coordinator: Any, state: tuple) -> None:
-        coordinator._clean_inflight_param_registry()
-        for name, value in zip(self._FIELDS, state):
-            setattr(coordinator, f"_PartitionedParameterCoordinator__{name}", value)
+            self._kept[kind] = deepspeed_internals.trace(coordinator)
+            deepspeed_internals.set_trace(coordinator, training)
 
 
-def parameter_shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+def parameter_shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of all parameters, whole ones also where stage 3 has cut them."""
-    return [(name, getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()]
+    return [(name, deepspeed_internals.shape_of(p)) for name, p in module.named_parameters()]

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from wm_ds.distributed import deepspeed_internals
+
 WRAPPER_PREFIX = "lm."  # the Hugging Face model's name inside loss.TokenLoss, which DeepSpeed wraps
 
 
@@ -49,11 +51,6 @@ class Fragment:
         return tensor.view(-1).narrow(0, self.offset, self.stop - self.start)
 
 
-def base_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """The optimizer that we handed to DeepSpeed, whatever it was wrapped in."""
-    return engine.basic_optimizer
-
-
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """id(parameter) -> name relative to the Hugging Face model; a tied weight appears once, under its first
     name."""
@@ -77,30 +74,9 @@ def masters(engine: Any) -> list[Master]:
     `engine` is the DeepSpeed engine. Every rank may call it alone: nothing is communicated.
     """
     names = parameter_names(engine.module)
-    wrapper = engine.optimizer
-    stage = engine.zero_optimization_stage()
-    if stage == 3:
-        return [
-            Master(master, wrapper.sub_group_to_group_id[i], tuple(names[id(p)] for p in params))
-            for i, (params, master) in enumerate(
-                zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
-            )
-        ]
-    if stage in (1, 2):
-        return [
-            Master(master, i, tuple(names[id(p)] for p in params))
-            for i, (params, master) in enumerate(
-                zip(wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups)
-            )
-        ]
-    if hasattr(wrapper, "fp32_groups"):  # stage 0 in bf16: an fp32 copy of each parameter
-        pairs = list(zip(wrapper.fp16_groups, wrapper.fp32_groups))
-    else:
-        pairs = [(group["params"], group["params"]) for group in wrapper.param_groups]
     return [
-        Master(master, i, (names[id(low)],))
-        for i, (lows, copies) in enumerate(pairs)
-        for low, master in zip(lows, copies)
+        Master(master, group, tuple(names[id(p)] for p in parameters))
+        for master, group, parameters in deepspeed_internals.master_groups(engine)
     ]
 
 
@@ -120,19 +96,15 @@ def fragments(engine: Any) -> list[Fragment]:
         for name in master.names:
             p = parameters[name]
             if stage == 3:  # every parameter is cut into equal pieces, the last one padded
-                piece = p.partition_numel()
-                start = min(piece * p.ds_zero_partition_rank, p.ds_numel)
-                stop = min(start + piece, p.ds_numel)
+                start, stop, length = deepspeed_internals.cut_range(p)
                 if stop > start:
-                    found.append(
-                        Fragment(name, tuple(p.ds_shape), start, stop, master.tensor, offset, master.group)
-                    )
-                offset += piece
+                    shape = deepspeed_internals.shape_of(p)
+                    found.append(Fragment(name, shape, start, stop, master.tensor, offset, master.group))
+                offset += length
             elif stage in (1, 2):
-                mapping = getattr(p, "_hp_mapping", None)  # DeepSpeed's own link; None where nothing is held
-                if mapping is not None:
-                    start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-                    at = mapping.hp_fragment_address.start
+                held = deepspeed_internals.linked_range(p)
+                if held is not None:
+                    start, count, at = held
                     found.append(
                         Fragment(name, tuple(p.shape), start, start + count, master.tensor, at, master.group)
                     )
