@@ -41,6 +41,10 @@ Minutes = Annotated[float, Unit("minutes")]
 Duration = Annotated[int | str, Unit("optimizer steps, a share of the run, or tokens")]
 
 
+# Families that are transformers' own: their layers run once, and there is no pool.
+PLAIN_FAMILIES = ("vanilla",)
+
+
 class Section(BaseModel):
     """A part of a run: unknown keys are refused, values keep their types, nothing changes afterwards."""
 

@@ -8,24 +8,40 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from wm_ds.config.schema import Config, ConfigError, parse_tokens, to_steps
+from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, parse_tokens, to_steps
 
 
 def contradictions(config: Config) -> list[str]:
     """Pairs of fields that cannot both be meant, one line each."""
+    found = _of_lengths(config) + _of_model(config) + _of_recomputation(config)
+    if config.precision == "fp16":
+        why = "gradients would carry a loss scale that clipping, norms and checkpoints here do not know"
+        if config.optim.name == "muon":
+            why = "optim.name = muon orthogonalises its updates, which have no loss scale"
+        found.append(f"precision = fp16: {why}; use autocast or bf16")
+    if config.sequence_parallel > 1:
+        found += _sequence_contradictions(config)
+    if not all(0 <= b < 1 for b in config.optim.betas):
+        found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
+    return found
+
+
+def _of_lengths(config: Config) -> list[str]:
     found = []
-    m = config.model
     if (config.steps is None) == (config.tokens is None):
         found.append(f"give either steps or tokens, got steps = {config.steps} and tokens = {config.tokens}")
     elif config.tokens is not None:
         parse_tokens("tokens", config.tokens)
     for name in ("warmup", "decay"):
         to_steps(f"optim.{name}", getattr(config.optim, name), 10**9, 1)
-    if config.precision == "fp16":
-        why = "gradients would carry a loss scale that clipping, norms and checkpoints here do not know"
-        if config.optim.name == "muon":
-            why = "optim.name = muon orthogonalises its updates, which have no loss scale"
-        found.append(f"precision = fp16: {why}; use autocast or bf16")
+    c = config.checkpoint
+    if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
+        found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
+    return found
+
+
+def _of_model(config: Config) -> list[str]:
+    found, m = [], config.model
     if m.num_attention_heads % m.num_key_value_heads:
         found.append(
             f"model.num_attention_heads = {m.num_attention_heads} is no multiple of "
@@ -39,17 +55,7 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"model.{foreign[0]} = {getattr(m, foreign[0])} belongs to family {owners}, not {m.family}"
         )
-    if m.family == "vanilla" and config.recompute in ("group", "group+layer"):
-        found.append(
-            f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
-            "has not; use none or layer"
-        )
-    if config.entries_on_host and (m.family == "vanilla" or m.feedback is False):
-        found.append(
-            f"entries_on_host = true needs passes over a pool, which model.family = {m.family}"
-            f"{' with feedback = false' if m.feedback is False else ''} has not"
-        )
-    if m.family != "vanilla" and m.num_kv_channels is not None and m.num_kv_channels > m.num_hidden_layers:
+    elif (m.num_kv_channels or 0) > m.num_hidden_layers:
         found.append(
             f"model.num_kv_channels = {m.num_kv_channels} exceeds "
             f"model.num_hidden_layers = {m.num_hidden_layers}"
@@ -58,18 +64,27 @@ def contradictions(config: Config) -> list[str]:
         found.append(
             f"model.router_stride = {m.router_stride} exceeds model.num_hidden_layers = {m.num_hidden_layers}"
         )
-    if config.zero3.gather == "traversal" and m.family != "vanilla" and "layer" not in config.recompute:
+    return found
+
+
+def _of_recomputation(config: Config) -> list[str]:
+    found, m = [], config.model
+    plain = m.family in PLAIN_FAMILIES
+    if plain and config.recompute in ("group", "group+layer"):
+        found.append(
+            f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
+            "has not; use none or layer"
+        )
+    if config.entries_on_host and (plain or m.feedback is False):
+        found.append(
+            f"entries_on_host = true needs passes over a pool, which model.family = {m.family}"
+            f"{' with feedback = false' if m.feedback is False else ''} has not"
+        )
+    if config.zero3.gather == "traversal" and not plain and "layer" not in config.recompute:
         found.append(
             f"zero3.gather = traversal with recompute = {config.recompute} keeps every layer gathered in "
             "backward; use recompute layer or group+layer, or zero3.gather step"
         )
-    if config.sequence_parallel > 1:
-        found += _sequence_contradictions(config)
-    c = config.checkpoint
-    if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
-        found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
-    if not all(0 <= b < 1 for b in config.optim.betas):
-        found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
     return found
 
 

@@ -15,6 +15,7 @@ from transformers.configuration_utils import PretrainedConfig
 from wm_ds.config.schema import Config
 from wm_ds.engine.zero3 import default_gather
 from wm_ds.families import family_of
+from wm_ds.optim.muon import STATE
 from wm_ds.optim.param_rules import Row
 from wm_ds.plan.activations import storage_dtype
 
@@ -56,8 +57,8 @@ class Run:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state without master weights: one fp32 number a parameter for Muon, else two."""
-        return sum(math.prod(row.shape) * (4 if row.rule == "muon" else 8) for row in self.rows)
+        """Of the optimizer's state without master weights: the fp32 numbers that each rule keeps."""
+        return sum(4 * len(STATE[row.rule]) * math.prod(row.shape) for row in self.rows)
 
     @property
     def own_length(self) -> int:
