@@ -14,9 +14,10 @@ from tests.support import reference
 from tests.support.tiny import batch, build, hidden, parameters, settings, tokens
 from wm_ds.model import Schedule
 from wm_ds.model import attention as attention_module
-from wm_ds.model.attention import Visibility, slots_of, takes_flex
+from wm_ds.model.attention import slots_of, takes_flex
 from wm_ds.model.cache import CACHE_FIELD
 from wm_ds.model.flex import block_mask
+from wm_ds.model.visibility import Visibility, seen_slots
 
 CPU = torch.device("cpu")
 
@@ -118,29 +119,40 @@ def test_the_mask_is_the_rule(name: str, positions: range) -> None:
     past, past_BP, documents = CASES[name]
     past_BP = None if past_BP is None else torch.tensor(past_BP).bool()
     document_BW = None if documents is None else torch.tensor(documents)
-    mask = block_mask(positions, past, 13, past_BP, document_BW, CPU)
+    visibility = Visibility(past, past_BP, document_BW, 13)
+    mask = block_mask(positions, visibility, CPU)
+    dense_Bnm = seen_slots(visibility, positions, CPU)
+    own_Bnm = seen_slots(visibility, positions, CPU, own=True)
     for b in range(2):
         for q, position in enumerate(positions):
             mine = 0 if documents is None else documents[b][position]
             for kv in range(1 + past + 13):
                 w = kv - 1 - past
+                theirs = 0 if documents is None else documents[b][w]
                 if kv == 0:
                     want = True
                 elif w < 0:
                     want = mine >= 0 and (past_BP is None or bool(past_BP[b, kv - 1]))
                 else:
-                    theirs = 0 if documents is None else documents[b][w]
                     want = w < position and mine >= 0 and theirs == mine
                 at = (torch.tensor(i) for i in (b, 0, q, kv))
                 assert bool(mask.mask_mod(*at)) == want, (b, position, kv)
+                row = b if len(dense_Bnm) > 1 else 0
+                if kv < dense_Bnm.shape[2]:
+                    assert bool(dense_Bnm[row, q, kv]) == want, (b, position, kv)
+                else:
+                    assert not want, "slots behind the last query are left out"
+                if 0 < kv <= own_Bnm.shape[2]:  # layers with KV of their own: the token itself, no dummy
+                    assert bool(own_Bnm[row, q, kv - 1]) == (want or w == position), (b, position, kv)
 
 
 def test_blocks_that_nobody_sees_are_skipped() -> None:
     """Of nine blocks of keys, 128 queries read those up to the last query's position."""
     documents = torch.tensor([[0] * 512 + [1] * 512])
-    mask = block_mask(range(3, 1024, 8), 0, 1024, None, documents, CPU)
+    mask = block_mask(range(3, 1024, 8), Visibility(0, None, documents, 1024), CPU)
     assert mask.shape == (1, 1, 128, 1025)
-    early = block_mask(range(0, 256, 2), 0, 1024, None, torch.zeros(1, 1024, dtype=torch.long), CPU)
+    one = torch.zeros(1, 1024, dtype=torch.long)
+    early = block_mask(range(0, 256, 2), Visibility(0, None, one, 1024), CPU)
     blocks = early.to_dense()[0, 0].sum().item()
     assert blocks == 2, "128 queries up to position 254 reach two of the nine blocks of keys"
 
@@ -152,7 +164,7 @@ def test_the_compiled_kernel_skips_no_key_that_somebody_sees() -> None:
     documents = torch.tensor([[0] * 300 + [1] * 212, [0] * 500 + [-1] * 12])
     query, key, value = torch.randn(2, 2, 128, 16), torch.randn(2, 1, 513, 16), torch.randn(2, 1, 513, 16)
     positions = range(3, 512, 4)
-    mask = block_mask(positions, 0, 512, None, documents, CPU)
+    mask = block_mask(positions, Visibility(0, None, documents, 512), CPU)
     kernel = torch.compile(flex_module.flex_attention)
     with torch.no_grad():
         got = kernel(query, key, value, block_mask=mask, enable_gqa=True)

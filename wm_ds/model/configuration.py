@@ -356,6 +356,7 @@ from .pool import *
 from .schedule import *
 from .shard import *
 from .tape import *
+from .visibility import *
 from .work import *
 """
 

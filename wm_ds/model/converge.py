@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .attention import Visibility, compute_dtype, slots_of
+from .attention import compute_dtype, slots_of
 from .passes import PassResult
 from .pool import Pool
 from .schedule import Converged
+from .visibility import Visibility
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from .attention import Slots
 from .pool import Pool
+from .visibility import Visibility, additive_mask
 
 
 def decode(
@@ -65,12 +66,11 @@ def decode(
 
 
 def _mask(past_BP: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [B, 1, 1, P+1]: padding among the cached tokens is not seen, the dummy is."""
+    """Additive mask [B, 1, 1, P+1] of the cached tokens and the dummy behind them; None if all are seen."""
     if past_BP is None:
         return None
-    seen_BM = torch.cat((past_BP, torch.ones_like(past_BP[:, :1])), dim=1)
-    mask = torch.zeros(seen_BM.shape, dtype=dtype, device=seen_BM.device)
-    return mask.masked_fill_(~seen_BM, float("-inf"))[:, None, None]
+    visibility = Visibility(past_BP.shape[1], past_BP, None)
+    return additive_mask(visibility, range(1), dtype, past_BP.device).roll(-1, dims=-1)
 
 
 __all__ = ["decode"]

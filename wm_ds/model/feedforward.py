@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Slots, Visibility, compute_dtype
+from .attention import Slots, compute_dtype
 from .passes import PassResult
 from .pool import Pool, unit
+from .visibility import Visibility, additive_mask
 
 
 def run_feedforward(
@@ -35,7 +36,7 @@ def run_feedforward(
         recompute: with anything but "none", backward recomputes each layer and its channel.
     """
     cos, sin = rotary
-    mask = causal_mask(visibility, x_BWD.shape[1], compute_dtype(x_BWD), x_BWD.device)
+    mask = additive_mask(visibility, range(x_BWD.shape[1]), compute_dtype(x_BWD), x_BWD.device, own=True)
     slots = Slots([x_BWD.shape[1]], [visibility.past + x_BWD.shape[1]], [mask])
 
     def run_layer(index: int, h_BWD: Tensor, *units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,27 +65,3 @@ def run_feedforward(
         new_keys.append(key)
         new_values.append(value)
     return PassResult(h_BWD, torch.stack(new_keys), torch.stack(new_values), states=tuple(states))
-
-
-def causal_mask(visibility: Visibility, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask [B or 1, 1, W, P+W] of ordinary causal attention.
-
-    A token sees itself and earlier tokens of its document. A position without a token (padding, filler) sees
-    itself alone, so no softmax row is empty.
-    """
-    index_W = torch.arange(width, device=device)
-    seen_BWW = (index_W <= index_W[:, None])[None]
-    if visibility.document_BW is not None:
-        document_BW = visibility.document_BW
-        same_BWW = (document_BW[:, None] == document_BW[:, :, None]) & (document_BW[:, :, None] >= 0)
-        seen_BWW = seen_BWW & (same_BWW | torch.eye(width, dtype=torch.bool, device=device))
-    if visibility.past:
-        past_BWP = seen_BWW.new_ones(1, width, visibility.past)
-        if visibility.past_BP is not None:
-            past_BWP = past_BWP & visibility.past_BP[:, None]
-        if visibility.document_BW is not None:
-            past_BWP = past_BWP & (visibility.document_BW[:, :, None] >= 0)
-        rows = max(len(past_BWP), len(seen_BWW))
-        seen_BWW = torch.cat((past_BWP.expand(rows, -1, -1), seen_BWW.expand(rows, -1, -1)), dim=-1)
-    mask = torch.zeros(seen_BWW.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~seen_BWW, float("-inf"))[:, None]

@@ -1,10 +1,10 @@
 """flex_attention under the pool's visibility rule: one block mask for each set of positions, for all layers.
 
-Blocks of keys that no query of a block may see are skipped; documents and padding cost nothing more. The rule
-is `attention.slots_of`'s, told to the kernel through tables, not constants: so that every group of a schedule
-runs the same compiled kernel.
+Blocks of keys that no query of a block may see are skipped; documents and padding cost nothing more. The
+rule is `visibility.sees`, which the kernel evaluates on tables, not on constants: so that every group of a
+schedule runs the same compiled kernel.
 
-Shapes: B rows, n queries of a step, m = 1 + P + W slots, H query heads, G KV heads, d head width.
+Shapes: B rows, n queries of a step, M = 1 + P + W slots, H query heads, G KV heads, d head width.
 """
 
 from __future__ import annotations
@@ -16,46 +16,30 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-EVERY = -2  # the document of the dummy: all documents see it
-NOBODY = -3  # the document of slots without a token
-ALONE = -4  # the document of a query without a token: it sees the dummy only
+from .visibility import Visibility, sees
 
 
-def block_mask(
-    positions: range,
-    past: int,
-    width: int,
-    past_BP: Tensor | None,
-    document_BW: Tensor | None,
-    device: torch.device,
-) -> BlockMask:
-    """The block mask of queries at `positions` over all slots; its arguments are fields of `Visibility`."""
+def block_mask(positions: range, visibility: Visibility, device: torch.device) -> BlockMask:
+    """The block mask of queries at `positions` over all slots, [B or 1, 1, n, M]."""
+    width = visibility.width
+    if width is None:
+        raise ValueError("flex_attention's masks need Visibility.width")
     query_n = torch.arange(positions.start, positions.stop, positions.step, dtype=torch.int32, device=device)
-    slot_m = torch.arange(-1 - past, width, dtype=torch.int32, device=device).clamp_min(-1)
-    if past_BP is None and document_BW is None:
+    slot_m = visibility.slot_positions(width, device)
+    documents_Bn, documents_Bm = visibility.query_documents(positions), visibility.slot_documents(width)
+    if documents_Bn is None or documents_Bm is None:
 
-        def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return slot_m[kv] < query_n[q]
+        def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return sees(query_n[q], slot_m[kv])
 
-        return create_block_mask(sees, None, None, len(query_n), len(slot_m), device=device)
+        return create_block_mask(seen, None, None, len(query_n), len(slot_m), device=device)
+    rows = documents_Bm.shape[0]
+    mine_Bn = documents_Bn.expand(rows, -1).contiguous()
 
-    rows = (past_BP if document_BW is None else document_BW).shape[0]
-    if document_BW is None:
-        document_BW = torch.zeros(rows, width, dtype=torch.int32, device=device)
-    document_BW = document_BW.to(torch.int32)
-    first_B1 = torch.full((rows, 1), EVERY, dtype=torch.int32, device=device)
-    cached_BP = torch.zeros(rows, past, dtype=torch.int32, device=device)
-    if past_BP is not None:
-        cached_BP = torch.where(past_BP, cached_BP, NOBODY)
-    slot_Bm = torch.cat((first_B1, cached_BP, torch.where(document_BW >= 0, document_BW, NOBODY)), dim=1)
-    document_Bn = document_BW[:, positions.start : positions.stop : positions.step]
-    document_Bn = torch.where(document_Bn >= 0, document_Bn, ALONE).contiguous()
+    def seen_in_documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return sees(query_n[q], slot_m[kv], mine_Bn[b, q], documents_Bm[b, kv])
 
-    def sees_own(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        mine = (slot_Bm[b, kv] == document_Bn[b, q]) | (slot_Bm[b, kv] == EVERY)
-        return mine & (slot_m[kv] < query_n[q])
-
-    return create_block_mask(sees_own, rows, None, len(query_n), len(slot_m), device=device)
+    return create_block_mask(seen_in_documents, rows, None, len(query_n), len(slot_m), device=device)
 
 
 def attend_in_blocks(q_BHnd: Tensor, key_BGmd: Tensor, value_BGmd: Tensor, mask: BlockMask) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import Visibility
+from .visibility import Visibility
 
 
 @dataclass(frozen=True)

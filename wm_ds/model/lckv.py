@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .attention import Slots, Visibility, compute_dtype
+from .attention import Slots, compute_dtype
 from .blocks import PoolAttention, RMSNorm, WhiteMatterDecoderLayer, rotate
 from .configuration import LCKVConfig
-from .feedforward import causal_mask
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
 from .passes import PassResult
 from .schedule import Converged, Schedule
+from .visibility import Visibility, additive_mask
 
 
 class OwnKVAttention(PoolAttention):
@@ -124,7 +124,7 @@ class LCKVModel(WhiteMatterModel):
         cos, sin = rotary
         width, dtype = h_BWD.shape[1], compute_dtype(h_BWD)
         shape = (h_BWD.shape[0], self.config.num_key_value_heads, width, self.config.head_dim)
-        mask = causal_mask(visibility, width, dtype, h_BWD.device)
+        mask = additive_mask(visibility, range(width), dtype, h_BWD.device, own=True)
         slots = Slots([width], [visibility.past + width], [mask])
 
         def run(index: int, h_BWD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

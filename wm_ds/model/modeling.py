@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .arguments import refuse_unknown
-from .attention import Visibility, compute_dtype
+from .attention import compute_dtype
 from .blocks import RMSNorm, WhiteMatterDecoderLayer, rotary_table
 from .cache import CACHE_FIELD, WhiteMatterCache, append, cached_pool, cached_tokens
 from .configuration import WhiteMatterConfig
@@ -34,6 +34,7 @@ from .passes import PassResult, run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
 from .schedule import Converged, Schedule
 from .shard import ALL, Shard
+from .visibility import Visibility
 
 
 class WhiteMatterPreTrainedModel(PreTrainedModel):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, Visibility, compute_dtype, slots_of, takes_flex
+from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, compute_dtype, slots_of, takes_flex
 from .pool import Pool
 from .schedule import Schedule
 from .shard import ALL, Shard
@@ -36,6 +36,7 @@ from .tape import (
     read_channel,
     write,
 )
+from .visibility import Visibility
 
 # Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
 POOL_PIECES = 8
