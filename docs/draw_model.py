@@ -83,10 +83,10 @@ def draw_schedules() -> None:
                 for position in part.positions:
                     ax.add_patch(
                         plt.Rectangle(
-                            (position, time), 1, 1, facecolor=plt.cm.viridis(0.3 + 0.25 * part.turn)
+                            (position, time), 1, 1, facecolor=plt.cm.viridis(0.3 + 0.25 * part.pass_index)
                         )
                     )
-                    ax.text(position + 0.5, time + 0.5, part.turn + 1, ha="center", va="center", size=7)
+                    ax.text(position + 0.5, time + 0.5, part.pass_index + 1, ha="center", va="center", size=7)
         ax.set_xlim(0, length)
         ax.set_ylim(max(len(steps), 4), 0)
         ax.set_title(title, size=10)

@@ -15,7 +15,8 @@ NAMES = ("several", "filler", "one")
 def as_lists(schedule: Schedule, length: int) -> list[reference.Step]:
     """The fast model's steps in the reference's form, sorted by position."""
     return [
-        sorted((i, part.turn) for part in step for i in part.positions) for step in schedule.steps(length)
+        sorted((i, part.pass_index) for part in step for i in part.positions)
+        for step in schedule.steps(length)
     ]
 
 
@@ -83,7 +84,7 @@ def test_every_position_is_in_every_pass_once_and_in_order(name: str, length: in
         assert len(seen) == len(set(seen)), "a step updates a position once"
         for part in step:
             for i in part.positions:
-                turns[i].append(part.turn)
+                turns[i].append(part.pass_index)
     assert all(turn == list(range(schedule.passes)) for turn in turns.values())
 
 

@@ -355,7 +355,9 @@ from .passes import *
 from .pool import *
 from .schedule import *
 from .shard import *
+from .stack import *
 from .tape import *
+from .updates import *
 from .visibility import *
 from .work import *
 """

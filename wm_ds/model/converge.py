@@ -3,89 +3,65 @@
 Unlike a schedule, the number of passes is found while running, and rows that are done leave the batch: what a
 row gets, and after how many passes, does not depend on the rows beside it. For evaluation only.
 
-Shapes: B rows, W workspace positions, n positions of a step, D width, k channels, G KV heads, d head width,
-M = 1 + P + W slots of the pool's buffer.
+Shapes: B rows, W workspace positions, n positions of a step, D width, k channels, G KV heads, d head width.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .attention import compute_dtype, slots_of
-from .passes import PassResult
-from .pool import Pool
 from .schedule import Converged
-from .visibility import Visibility
+from .stack import PassOptions, PassResult, Stack, Workspace
+from .tape import store
+from .updates import Updates, empty_tape
+from .work import Update, start_of
 
 
 @torch.no_grad()
 def run_until_converged(
-    layers: nn.ModuleList,
-    pool: Pool,
-    dummy_key: Tensor,
-    dummy_value: Tensor,
-    x_BWD: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    visibility: Visibility,
-    schedule: Converged,
-    *,
-    past: tuple[Tensor, Tensor] | None = None,
-    keep_states: bool = False,
+    stack: Stack, workspace: Workspace, schedule: Converged, options: PassOptions
 ) -> PassResult:
     """Passes until each row's largest relative change of a pool entry is within the tolerance.
 
     An entry is one token's vector [G·d] of one channel and branch. After ceil(W/groups) passes a row is
-    exact, so no row runs more of them. The arguments are those of `passes.run_passes`.
+    exact, so no row runs more of them. Of the options, only `keep_states` matters.
     """
-    rows, width = x_BWD.shape[:2]
-    cached = visibility.past
-    buffers = []
-    start = pool([x_BWD], *rotary)
-    for dummy, old, new in zip((dummy_key, dummy_value), past or (None, None), start):
-        first = dummy[:, None, :, None].expand(-1, rows, -1, -1, -1)
-        parts = [first, new] if old is None else [first, old, new]
-        buffers.append(torch.cat([part.to(compute_dtype(x_BWD)) for part in parts], dim=3))
-    size = x_BWD.shape[-1]
-    hidden_BWD = torch.cat([torch.zeros_like(x_BWD)] * (len(layers) + 1 if keep_states else 1), dim=-1)
-    final = [buffer[:, :, :, 1 + cached :].clone() for buffer in buffers]
-    at = torch.arange(rows, device=x_BWD.device)  # the rows that still move
+    rows, width, size = workspace.x_BWD.shape
+    options = PassOptions(keep_states=options.keep_states)
+    tape = empty_tape(stack, workspace, options)
+    updates = Updates(stack, workspace, tape, options)
+    start = start_of(range(width))
+    store(tape, start, updates.run(start))
+    final = tape  # of all rows; `tape` holds the rows that still move
+    at_B = torch.arange(rows, device=workspace.x_BWD.device)
     sweep = [range(group, width, schedule.groups) for group in range(min(schedule.groups, width))]
-    for turn in range(-(-width // schedule.groups)):
-        relaxation = schedule.factor(turn)
-        slots = [slots_of(positions, visibility, buffers[0].dtype, x_BWD.device) for positions in sweep]
-        change_B = x_BWD.new_zeros(len(at), dtype=torch.float32)
-        for positions, seen in zip(sweep, slots):
-            columns = slice(positions.start, positions.stop, positions.step)
-            cos, sin = (table[:, columns] for table in rotary)
-            keys, values = ([[channel[:, :, :m] for m in seen.lengths] for channel in b] for b in buffers)
-            h_BnD, states = x_BWD[:, columns], []
-            for index, layer in enumerate(layers):
-                states.append(h_BnD)
-                channel = index % len(keys)
-                h_BnD = layer(h_BnD, seen, cos, sin, keys[channel], values[channel])
-            kept_BnD = torch.cat([*states, h_BnD], dim=-1) if keep_states else h_BnD
-            hidden_BWD[at, columns] = kept_BnD.to(hidden_BWD.dtype)
-            written = slice(1 + cached + positions.start, 1 + cached + positions.stop, positions.step)
-            for buffer, new in zip(buffers, pool(states, cos, sin)):
-                old, new = buffer[:, :, :, written], new.to(buffer.dtype)
-                moved_Bn = _relative_change(old, new)
-                if visibility.document_BW is not None:
-                    moved_Bn = torch.where(visibility.document_BW[:, columns] >= 0, moved_Bn, 0)
+    for pass_index in range(-(-width // schedule.groups)):
+        change_B = workspace.x_BWD.new_zeros(len(at_B), dtype=torch.float32)
+        for positions in sweep:
+            update = Update(positions, pass_index, schedule.factor(pass_index), True, True)
+            computed = updates.run(update)
+            slots = tape.slots(positions)
+            for buffer, new in computed.beside(tape):
+                moved_Bn = _relative_change(buffer[:, :, :, slots], new.to(buffer.dtype))
+                if workspace.visibility.document_BW is not None:
+                    document_Bn = workspace.visibility.document_BW[:, tape.columns(positions)]
+                    moved_Bn = torch.where(document_Bn >= 0, moved_Bn, 0)
                 change_B = torch.maximum(change_B, moved_Bn.amax(1))
-                buffer[:, :, :, written] = old + relaxation * (new - old)
-        for kept, buffer in zip(final, buffers):
-            kept[:, at] = buffer[:, :, :, 1 + cached :]
-        moving = change_B > schedule.tolerance
-        if not bool(moving.any()):
+                buffer[:, :, :, slots] += update.relaxation * (new.to(buffer.dtype) - buffer[:, :, :, slots])
+            tape.hidden_BWD[:, tape.columns(positions)] = computed.h_BnD
+        if tape is not final:
+            final.keys[:, at_B], final.values[:, at_B] = tape.keys, tape.values
+            final.hidden_BWD[at_B] = tape.hidden_BWD
+        moving_B = change_B > schedule.tolerance
+        if not bool(moving_B.any()):
             break
-        if not bool(moving.all()):
-            at, x_BWD = at[moving], x_BWD[moving]
-            buffers = [buffer[:, moving] for buffer in buffers]
-            rotary = tuple(table if table.shape[0] == 1 else table[moving] for table in rotary)
-            visibility = visibility.rows(moving)
-    *states, hidden_BWD = hidden_BWD.split(size, dim=-1)
-    return PassResult(hidden_BWD, final[0], final[1], states=tuple(states))
+        if not bool(moving_B.all()):
+            at_B, tape, workspace = at_B[moving_B], tape.rows(moving_B), workspace.rows(moving_B)
+            updates = Updates(stack, workspace, tape, options)
+    *states, hidden_BWD = final.hidden_BWD.split(size, dim=-1)
+    keys, values = final.entries()
+    return PassResult(hidden_BWD, keys, values, states=tuple(states))
 
 
 def _relative_change(old: Tensor, new: Tensor) -> Tensor:

@@ -10,59 +10,59 @@ Shapes: B rows, P cached tokens, D width, k channels, G KV heads, d head width.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from .attention import Slots
-from .pool import Pool
+from .stack import Channel, Queries, Stack, States, View, Workspace, run_layers
 from .visibility import Visibility, additive_mask
 
 
-def decode(
-    layers: nn.ModuleList,
-    pool: Pool,
-    dummy_key: Tensor,
-    dummy_value: Tensor,
-    x_B1D: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    past_BP: Tensor | None,
-    cache: DynamicCache,
-) -> tuple[Tensor, list[Tensor]]:
-    """The last layer's output and the states that entered each layer, [B, 1, D] all.
+class CacheView(View):
+    """The cache as one token per row reads it."""
+
+    def __init__(self, cache: DynamicCache, queries: Queries) -> None:
+        self.cache, self.at = cache, queries
+
+    def queries(self) -> Queries:
+        """The token."""
+        return self.at
+
+    def channel(self, index: int) -> Channel:
+        """Where it lies."""
+        entry = self.cache.layers[index]
+        return Channel([entry.keys], [entry.values])
+
+
+def decode(stack: Stack, workspace: Workspace, cache: DynamicCache) -> States:
+    """The states that entered each layer and the last one's output, [B, 1, D] all.
 
     The token's entries are added to the cache.
 
     Args:
-        layers, pool, dummy_key, dummy_value: the model's parts; dummies are [k, G, d].
-        x_B1D: embeddings of one real token per row.
-        rotary: cosines and sines of its position, each [B or 1, 1, d].
-        past_BP: True where a cached slot holds a token of the row; None when all do.
+        workspace: one real token per row; `past` is not read.
         cache: holds at least one token, in its first k layers, in the dtype that attention computes in.
     """
-    rows, channels = x_B1D.shape[0], len(dummy_key)
-    for channel in range(channels):
+    rows, entries = workspace.x_BWD.shape[0], cache.layers[: stack.channels]
+    for channel, entry in enumerate(entries):
         dummies = (
-            dummy[channel, None, :, None].expand(rows, -1, -1, -1) for dummy in (dummy_key, dummy_value)
+            dummy[channel, None, :, None].expand(rows, -1, -1, -1).to(entry.keys.dtype)
+            for dummy in (stack.dummy_key, stack.dummy_value)
         )
-        cache.update(*(dummy.to(cache.layers[channel].keys.dtype) for dummy in dummies), channel)
-    entries = cache.layers[:channels]
+        cache.update(*dummies, channel)
     try:
-        length = entries[0].keys.shape[2]
-        slots = Slots([1], [length], [_mask(past_BP, entries[0].keys.dtype)])
-        cos, sin = rotary
-        h_B1D, states = x_B1D, []
-        for index, layer in enumerate(layers):
-            states.append(h_B1D)
-            entry = entries[index % channels]
-            h_B1D = layer(h_B1D, slots, cos, sin, [entry.keys], [entry.values])
-        keys, values = pool(states, cos, sin)
+        mask = _mask(workspace.visibility.past_BP, entries[0].keys.dtype)
+        slots = Slots([1], [entries[0].keys.shape[2]], [mask])
+        view = CacheView(cache, Queries(slots, workspace.cos, workspace.sin))
+        states = run_layers(stack, workspace.x_BWD, view)
+        keys, values = stack.pool(states.entering, workspace.cos, workspace.sin)
         for entry, key, value in zip(entries, keys, values):
             entry.keys[:, :, -1:] = key
             entry.values[:, :, -1:] = value
     except BaseException:
         cache.crop(-1)
         raise
-    return h_B1D, states
+    return states
 
 
 def _mask(past_BP: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -7,37 +7,27 @@ iterate. Router inputs and mixing weights of channel l are masked to sources <= 
 Shapes: B rows, W positions, P cached tokens, L layers, D width, G KV heads, d head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Slots, compute_dtype
-from .passes import PassResult
 from .pool import Pool, unit
-from .visibility import Visibility, additive_mask
+from .stack import PassOptions, PassResult, Workspace
+from .visibility import additive_mask
 
 
 def run_feedforward(
-    layers: nn.ModuleList,
-    pool: Pool,
-    x_BWD: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    visibility: Visibility,
-    *,
-    past: tuple[Tensor, Tensor] | None,
-    keep_states: bool,
-    recompute: str,
+    layers: Sequence[nn.Module], pool: Pool, workspace: Workspace, options: PassOptions
 ) -> PassResult:
-    """One pass over all positions, layer by layer.
-
-    Args:
-        past: keys and values of cached tokens, each [L, B, G, P, d].
-        keep_states: return the states that enter each layer, too.
-        recompute: with anything but "none", backward recomputes each layer and its channel.
-    """
-    cos, sin = rotary
-    mask = additive_mask(visibility, range(x_BWD.shape[1]), compute_dtype(x_BWD), x_BWD.device, own=True)
-    slots = Slots([x_BWD.shape[1]], [visibility.past + x_BWD.shape[1]], [mask])
+    """One pass over all positions, layer by layer. With any recompute policy but "none", backward recomputes
+    each layer and its channel."""
+    x_BWD, cos, sin, past = workspace.x_BWD, workspace.cos, workspace.sin, workspace.past
+    width, dtype = x_BWD.shape[1], compute_dtype(x_BWD)
+    mask = additive_mask(workspace.visibility, range(width), dtype, x_BWD.device, own=True)
+    slots = Slots([width], [mask.shape[-1]], [mask])
 
     def run_layer(index: int, h_BWD: Tensor, *units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         key, value = pool.channel(index, units, cos, sin)
@@ -46,17 +36,17 @@ def run_feedforward(
             keys = torch.cat((past[0][index].to(key.dtype), key), dim=2)
             values = torch.cat((past[1][index].to(value.dtype), value), dim=2)
         return (
-            layers[index](h_BWD, slots, cos, sin, [keys.to(mask.dtype)], [values.to(mask.dtype)]),
+            layers[index](h_BWD, slots, cos, sin, [keys.to(dtype)], [values.to(dtype)]),
             key,
             value,
         )
 
     h_BWD, units, new_keys, new_values, states = x_BWD, [], [], [], []
     for index in range(len(layers)):
-        if keep_states:
+        if options.keep_states:
             states.append(h_BWD)
         units.append(unit(h_BWD, pool.eps))
-        if recompute != "none" and torch.is_grad_enabled():
+        if options.recompute != "none" and torch.is_grad_enabled():
             h_BWD, key, value = checkpoint(
                 run_layer, index, h_BWD, *units, use_reentrant=False, preserve_rng_state=False
             )

@@ -58,8 +58,7 @@ class Layout:
 
 
 def lay_out(
-    rows: int,
-    length: int,
+    shape: tuple[int, int],
     past: int,
     period: int,
     device: torch.device,
@@ -69,7 +68,8 @@ def lay_out(
 ) -> Layout:
     """
     Args:
-        rows, length, past: B, T, P.
+        shape: B, T.
+        past: P.
         period: columns by which a row may be shifted without changing the schedule's effect on it.
         attention_mask: [B, P+T], nonzero for tokens; None when there is no padding.
         position_ids: rotary positions [B or 1, T]; by default the count of tokens before, within the document
@@ -80,6 +80,7 @@ def lay_out(
     Raises:
         ValueError: a mask of another shape, or several documents together with a cache.
     """
+    rows, length = shape
     if document_ids is not None and past:
         raise ValueError("document_ids describe whole rows and cannot be combined with cached tokens")
     if attention_mask is not None:

@@ -13,6 +13,8 @@ Shapes: B rows, W positions, P cached tokens, D width, G KV heads, d head width,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +24,9 @@ from .attention import Slots, compute_dtype
 from .blocks import PoolAttention, RMSNorm, WhiteMatterDecoderLayer, rotate
 from .configuration import LCKVConfig
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
-from .passes import PassResult
 from .schedule import Converged, Schedule
-from .visibility import Visibility, additive_mask
+from .stack import PassOptions, PassResult, Stack, Workspace
+from .visibility import additive_mask
 
 
 class OwnKVAttention(PoolAttention):
@@ -79,16 +81,9 @@ class LCKVModel(WhiteMatterModel):
         self.dummy_key = None
 
     def _evaluate(
-        self,
-        x_BWD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        visibility: Visibility,
-        schedule: Schedule | Converged,
-        past: tuple[Tensor, Tensor] | None,
-        keep_cache: bool,
-        keep_states: bool,
+        self, workspace: Workspace, schedule: Schedule | Converged, options: PassOptions
     ) -> PassResult:
-        condensed = self.config.condensed
+        condensed, x_BWD = self.config.condensed, workspace.x_BWD
         layers = list(self.layers)
         bottom, middle, top = (
             layers[: condensed.start],
@@ -96,36 +91,33 @@ class LCKVModel(WhiteMatterModel):
             layers[condensed.stop :],
         )
         pasts: tuple = (None, None, None)
-        if past is not None:
+        if workspace.past is not None:
             sizes = [len(bottom), 1, len(top)]
-            pasts = tuple(zip(*(entries.split(sizes) for entries in past)))
-        h_BWD, below, states = self._warm_up(bottom, x_BWD, rotary, visibility, pasts[0])
+            pasts = tuple(zip(*(entries.split(sizes) for entries in workspace.past)))
+        h_BWD, below, states = self._warm_up(bottom, replace(workspace, past=pasts[0]), options)
         zero = x_BWD.new_zeros(1, self.config.num_key_value_heads, self.config.head_dim)
-        parts = (middle, CondensedKV(middle[-1]), zero, zero)
-        result = self._iterate(parts, h_BWD, rotary, visibility, schedule, pasts[1], keep_cache, keep_states)
-        h_BWD, above, late_states = self._warm_up(top, result.hidden_BWD, rotary, visibility, pasts[2])
+        stack = Stack(middle, CondensedKV(middle[-1]), zero, zero)
+        entering = replace(workspace, x_BWD=h_BWD, past=pasts[1])
+        result = self._iterate(stack, entering, schedule, options)
+        leaving = replace(workspace, x_BWD=result.hidden_BWD, past=pasts[2])
+        h_BWD, above, late_states = self._warm_up(top, leaving, options)
         keys, values = (
             torch.cat([part.to(shared.dtype) for part in (lower, shared, upper)])
             for lower, shared, upper in zip(below, (result.keys, result.values), above)
         )
-        kept = (*states, *result.states, *late_states) if keep_states else ()
+        kept = (*states, *result.states, *late_states) if options.keep_states else ()
         return PassResult(h_BWD, keys, values, result.residuals, kept)
 
     def _warm_up(
-        self,
-        layers: list[OwnKVLayer],
-        h_BWD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        visibility: Visibility,
-        past: tuple[Tensor, Tensor] | None,
+        self, layers: list[OwnKVLayer], workspace: Workspace, options: PassOptions
     ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
         """Layers with their own KV, once: the state, the new keys and values [layers, B, G, W, d], and the
         states that entered each layer."""
-        cos, sin = rotary
+        h_BWD, cos, sin, past = workspace.x_BWD, workspace.cos, workspace.sin, workspace.past
         width, dtype = h_BWD.shape[1], compute_dtype(h_BWD)
         shape = (h_BWD.shape[0], self.config.num_key_value_heads, width, self.config.head_dim)
-        mask = additive_mask(visibility, range(width), dtype, h_BWD.device, own=True)
-        slots = Slots([width], [visibility.past + width], [mask])
+        mask = additive_mask(workspace.visibility, range(width), dtype, h_BWD.device, own=True)
+        slots = Slots([width], [mask.shape[-1]], [mask])
 
         def run(index: int, h_BWD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             layer = layers[index]
@@ -142,7 +134,7 @@ class LCKVModel(WhiteMatterModel):
         keys, values, states = [], [], []
         for index in range(len(layers)):
             states.append(h_BWD)
-            if self._policy() != "none" and torch.is_grad_enabled():
+            if options.recompute != "none" and torch.is_grad_enabled():
                 h_BWD, key, value = checkpoint(
                     run, index, h_BWD, use_reentrant=False, preserve_rng_state=False
                 )

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, W workspace columns, D width, V vocabulary, k channels
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -30,11 +30,11 @@ from .decode import decode
 from .feedforward import run_feedforward
 from .generation import PoolGenerationMixin
 from .layout import Layout, lay_out
-from .passes import PassResult, run_passes
+from .passes import run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
 from .schedule import Converged, Schedule
 from .shard import ALL, Shard
-from .visibility import Visibility
+from .stack import PassOptions, PassResult, Stack, Workspace
 
 
 class WhiteMatterPreTrainedModel(PreTrainedModel):
@@ -82,11 +82,31 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
             init.normal_(module.dummy_value, mean=0.0, std=std)
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a forward is given, as WhiteMatterModel.forward describes it."""
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    document_ids: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B, T. Raises ValueError where there is not exactly one of ids and embeddings."""
+        if self.inputs_embeds is not None and self.input_ids is None:
+            return self.inputs_embeds.shape[0], self.inputs_embeds.shape[1]
+        if self.input_ids is not None and self.inputs_embeds is None:
+            return self.input_ids.shape[0], self.input_ids.shape[1]
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+
+
 class WhiteMatterModel(WhiteMatterPreTrainedModel):
     """Embeddings, L blocks that share one pool of k KV channels, and the final norm.
 
     Attributes:
-        recompute: what backward recomputes instead of keeping, see `passes.run_passes`. A run-time choice,
+        recompute: what backward recomputes instead of keeping, see `stack.PassOptions`. A run-time choice,
             not part of the configuration; every choice gives the same gradients.
         entries_on_host: likewise, where the overwritten pool entries wait for backward.
         measure_residuals: keep each forward's per-pass residuals in `residuals` (how far a pass moved the
@@ -160,20 +180,15 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         if kwargs:
             refuse_unknown(f"{type(self).__name__}.forward", kwargs, signature(self.forward).parameters)
         keep_states, return_dict = self._outputs(output_hidden_states, output_attentions, return_dict)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if (input_ids if inputs_embeds is None else inputs_embeds).shape[1] == 0:
+        inputs = Inputs(input_ids, inputs_embeds, attention_mask, position_ids, document_ids)
+        if inputs.shape[1] == 0:
             raise ValueError("the rows are empty: the model needs at least one token of each")
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and self.shard.ranks == 1
         if cache is None and use_cache:
             cache = WhiteMatterCache()
-        cached = cached_tokens(cache, self.config.num_kv_channels)
-        hidden_BTD, states = self._run(
-            input_ids, inputs_embeds, attention_mask, position_ids, document_ids, schedule, cached, cache,
-            bool(use_cache), keep_states,
-        )  # fmt: skip
+        hidden_BTD, states = self._run(inputs, schedule, cache, bool(use_cache), keep_states)
         outputs = BaseModelOutputWithPast(
             last_hidden_state=hidden_BTD,
             hidden_states=(*states, hidden_BTD) if keep_states else None,
@@ -197,56 +212,69 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     @torch.compiler.disable
     def _run(
         self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
+        inputs: Inputs,
         schedule: Schedule | Converged | None,
-        cached: int,
         cache: Cache | None,
         keep_cache: bool,
         keep_states: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        shard = self.shard
-        rows, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        if inputs_embeds is None:
-            x_BTD = self.embed_tokens(shard.share(input_ids, 1))
-        else:
-            x_BTD = shard.share(inputs_embeds, 1)
-        if torch.is_grad_enabled() and not x_BTD.requires_grad:
-            # Frozen embeddings: the passes' chain of steps still needs a differentiable start.
-            x_BTD = x_BTD.detach().requires_grad_()
+        """`last_hidden_state` and, where asked for, what entered each layer."""
+        cached = cached_tokens(cache, self.config.num_kv_channels)
+        x_BTD = self._embeddings(inputs)
         if schedule is None:
             config = self.config
             schedule = config.training_schedule() if self.training else config.prefill_schedule()
         layout = lay_out(
-            rows, length, cached, schedule.period, x_BTD.device, attention_mask, position_ids, document_ids
-        )
+            inputs.shape, cached, schedule.period, x_BTD.device,
+            inputs.attention_mask, inputs.position_ids, inputs.document_ids,
+        )  # fmt: skip
         if isinstance(schedule, Converged) and layout.width == 1:
             schedule = Schedule.exact()
         if isinstance(schedule, Schedule) and not torch.is_grad_enabled():
             schedule = schedule.capped(layout.width)
-        if shard.ranks > 1:
+        if self.shard.ranks > 1:
             self._check_shard(schedule, layout, cached > 0 or keep_cache)
         x_BWD = layout.to_workspace(x_BTD)
-        position_BW = shard.share(layout.position_BW, 1)
-        rotary = rotary_table(position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        position_BW = self.shard.share(layout.position_BW, 1)
+        cos, sin = rotary_table(position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
+        workspace = Workspace(x_BWD, cos, sin, visibility)
         if keep_cache and cached and self._decodes(layout, cache, compute_dtype(x_BWD)):
             self.residuals = None
-            parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
-            h_BWD, states = decode(*parts, x_BWD, rotary, layout.visibility.past_BP, cache)
-            return self.norm(h_BWD), states
-        visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
-        past = cached_pool(cache, self.config.num_kv_channels) if cached else None
-        # A pass is measured by all of its entries, those of the last one included.
-        every_entry = keep_cache or (self.measure_residuals and not torch.is_grad_enabled())
-        result = self._evaluate(x_BWD, rotary, visibility, schedule, past, every_entry, keep_states)
+            found = decode(self._stack(), workspace, cache)
+            return self.norm(found.output), found.entering
+        if cached:
+            workspace = replace(workspace, past=cached_pool(cache, self.config.num_kv_channels))
+        options = PassOptions(
+            # Transformers' gradient checkpointing means groups.
+            recompute="group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute,
+            entries_on_host=self.entries_on_host,
+            # A pass is measured by all of its entries, those of the last one included.
+            keep_cache=keep_cache or (self.measure_residuals and not torch.is_grad_enabled()),
+            keep_states=keep_states,
+            measure_residuals=self.measure_residuals,
+            shard=self.shard,
+        )
+        result = self._evaluate(workspace, schedule, options)
         self.residuals = result.residuals
         if keep_cache:
             append(cache, *(layout.to_batch(entries, dim=3) for entries in (result.keys, result.values)))
         states = [layout.to_batch(state_BWD) for state_BWD in result.states]
         return layout.to_batch(self.norm(result.hidden_BWD)), states
+
+    def _embeddings(self, inputs: Inputs) -> Tensor:
+        """[B, T, D], this rank's part of T; with gradient wherever there is any."""
+        if inputs.inputs_embeds is None:
+            x_BTD = self.embed_tokens(self.shard.share(inputs.input_ids, 1))
+        else:
+            x_BTD = self.shard.share(inputs.inputs_embeds, 1)
+        if torch.is_grad_enabled() and not x_BTD.requires_grad:
+            # Frozen embeddings: the passes' chain of steps still needs a differentiable start.
+            x_BTD = x_BTD.detach().requires_grad_()
+        return x_BTD
+
+    def _stack(self) -> Stack:
+        return Stack(self.layers, self.pool, self.dummy_key, self.dummy_value)
 
     def _decodes(self, layout: Layout, cache: Cache, dtype: torch.dtype) -> bool:
         """Whether the new columns are one real token a row, which `decode` evaluates behind the cache."""
@@ -277,79 +305,22 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             raise ValueError(f"{self.shard.ranks} ranks cannot share rows (sequence parallelism): {problem}")
 
     def _evaluate(
-        self,
-        x_BWD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        visibility: Visibility,
-        schedule: Schedule | Converged,
-        past: tuple[Tensor, Tensor] | None,
-        keep_cache: bool,
-        keep_states: bool,
+        self, workspace: Workspace, schedule: Schedule | Converged, options: PassOptions
     ) -> PassResult:
         """All layers on a workspace: the last one's output, the new entries of the cache, and the states."""
         if not self.config.feedback:
-            return run_feedforward(
-                self.layers,
-                self.pool,
-                x_BWD,
-                rotary,
-                visibility,
-                past=past,
-                keep_states=keep_states,
-                recompute=self._policy(),
-            )
-        parts = (self.layers, self.pool, self.dummy_key, self.dummy_value)
-        return self._iterate(parts, x_BWD, rotary, visibility, schedule, past, keep_cache, keep_states)
+            return run_feedforward(self.layers, self.pool, workspace, options)
+        return self._iterate(self._stack(), workspace, schedule, options)
 
     def _iterate(
-        self,
-        parts: tuple,
-        x_BWD: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        visibility: Visibility,
-        schedule: Schedule | Converged,
-        past: tuple[Tensor, Tensor] | None,
-        keep_cache: bool,
-        keep_states: bool,
+        self, stack: Stack, workspace: Workspace, schedule: Schedule | Converged, options: PassOptions
     ) -> PassResult:
-        """The fixed point of parts = (layers, pool, dummy key, dummy value)."""
-        layers, pool, dummy_key, dummy_value = parts
-        if isinstance(schedule, Converged):
-            if torch.is_grad_enabled():
-                raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
-            return run_until_converged(
-                layers,
-                pool,
-                dummy_key,
-                dummy_value,
-                x_BWD,
-                rotary,
-                visibility,
-                schedule,
-                past=past,
-                keep_states=keep_states,
-            )
-        return run_passes(
-            layers,
-            pool,
-            dummy_key,
-            dummy_value,
-            x_BWD,
-            rotary,
-            visibility,
-            schedule,
-            past=past,
-            keep_cache=keep_cache,
-            keep_states=keep_states,
-            recompute=self._policy(),
-            entries_on_host=self.entries_on_host,
-            measure_residuals=self.measure_residuals,
-            shard=self.shard,
-        )
-
-    def _policy(self) -> str:
-        """What backward recomputes; transformers' gradient checkpointing means groups."""
-        return "group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute
+        """The fixed point."""
+        if isinstance(schedule, Schedule):
+            return run_passes(stack, workspace, schedule, options)
+        if torch.is_grad_enabled():
+            raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
+        return run_until_converged(stack, workspace, schedule, options)
 
 
 class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):

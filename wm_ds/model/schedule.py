@@ -18,7 +18,7 @@ class Part:
     """Positions of a step that are in the same pass. `positions` is an arithmetic progression."""
 
     positions: range
-    turn: int
+    pass_index: int
 
 
 Step = tuple[Part, ...]
@@ -35,13 +35,13 @@ def checked_relaxation(relaxation: Relaxation) -> Relaxation:
     return relaxation if isinstance(relaxation, float | int) else factors
 
 
-def relaxation_factor(relaxation: Relaxation, turn: int) -> float:
-    """The factor of pass `turn`, counted from 0."""
-    if turn < 1:
+def relaxation_factor(relaxation: Relaxation, pass_index: int) -> float:
+    """The factor of pass `pass_index`, counted from 0."""
+    if pass_index < 1:
         return 1.0
     if isinstance(relaxation, float | int):
         return relaxation
-    return relaxation[min(turn, len(relaxation)) - 1]
+    return relaxation[min(pass_index, len(relaxation)) - 1]
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Schedule:
         """Staggered chunks: while chunk c runs its pass t, chunk c+1 runs its pass t-1, in the same steps."""
         return cls("wavefront", groups, passes, no_grad, chunk, relaxation)
 
-    def factor(self, turn: int) -> float:
+    def factor(self, pass_index: int) -> float:
         """The relaxation factor of a pass; the first, and the start before it, are not relaxed."""
-        return relaxation_factor(self.relaxation, turn)
+        return relaxation_factor(self.relaxation, pass_index)
 
     @property
     def period(self) -> int:
@@ -123,7 +123,7 @@ class Schedule:
 
     def capped(self, length: int) -> Schedule:
         """The same values with fewer passes where that is exact: ceil(length/groups) passes are enough."""
-        if self.kind != "cyclic" or any(self.factor(turn) != 1.0 for turn in range(self.passes)):
+        if self.kind != "cyclic" or any(self.factor(pass_index) != 1.0 for pass_index in range(self.passes)):
             return self
         passes = min(self.passes, max(1, -(-length // self.groups)))
         return replace(self, passes=passes, no_grad=min(self.no_grad, passes - 1))
@@ -136,15 +136,22 @@ class Schedule:
         bounds = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
         if self.kind == "wavefront":
             waves = [
-                [(bounds[wave - turn], turn) for turn in range(self.passes) if 0 <= wave - turn < len(bounds)]
+                [
+                    (bounds[wave - pass_index], pass_index)
+                    for pass_index in range(self.passes)
+                    if 0 <= wave - pass_index < len(bounds)
+                ]
                 for wave in range(len(bounds) + self.passes - 1)
             ]
         else:
-            waves = [[(bound, turn)] for bound in bounds for turn in range(self.passes)]
+            waves = [[(bound, pass_index)] for bound in bounds for pass_index in range(self.passes)]
         steps = []
         for wave in waves:
             for group in range(self.groups):
-                parts = [Part(range(start + group, stop, self.groups), turn) for (start, stop), turn in wave]
+                parts = [
+                    Part(range(start + group, stop, self.groups), pass_index)
+                    for (start, stop), pass_index in wave
+                ]
                 parts = [part for part in parts if len(part.positions)]
                 if parts:
                     steps.append(tuple(parts))
@@ -175,9 +182,9 @@ class Converged:
                 f"the tolerance of a converged prefill is {self.tolerance}; it cannot be negative"
             )
 
-    def factor(self, turn: int) -> float:
+    def factor(self, pass_index: int) -> float:
         """See Schedule.factor."""
-        return relaxation_factor(self.relaxation, turn)
+        return relaxation_factor(self.relaxation, pass_index)
 
     @property
     def period(self) -> int:

@@ -22,12 +22,27 @@ M = 1 + P + W slots of the buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .shard import ALL, Shard
+from .work import Update
+
+
+class Computed(NamedTuple):
+    """What an update makes: pool entries [k, B, G, n, d] and final states [B, n, D]; None if not needed."""
+
+    keys: Tensor | None
+    values: Tensor | None
+    h_BnD: Tensor | None
+
+    def beside(self, tape: Tape) -> list[tuple[Tensor, Tensor]]:
+        """The tape's keys with the new ones, its values with the new ones; nothing if there are none."""
+        if self.keys is None or self.values is None:
+            return []
+        return [(tape.keys, self.keys), (tape.values, self.values)]
 
 
 @dataclass(eq=False)
@@ -53,6 +68,17 @@ class Tape:
     grad_values: Tensor | None = None
     grad_x_BWD: Tensor | None = None
     grad_hidden_BWD: Tensor | None = None
+
+    def rows(self, index: Tensor) -> Tape:
+        """A copy of those rows for which the bool mask `index` [B] is true; not for a backward."""
+        keys, values, x_BWD, hidden_BWD = self.keys, self.values, self.x_BWD, self.hidden_BWD
+        return Tape(
+            keys[:, index], values[:, index], x_BWD[index], hidden_BWD[index], self.offset, self.shard
+        )
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the workspace [k, B, G, W, d], aliases of the buffers."""
+        return self.keys[:, :, :, self.offset :], self.values[:, :, :, self.offset :]
 
     def slots(self, positions: range) -> slice:
         """The buffer's slots of workspace positions."""
@@ -148,25 +174,20 @@ class _Write(torch.autograd.Function):
     def forward(
         ctx: Any,
         tape: Tape,
-        positions: range,
-        relaxation: float,
-        restore: bool,
+        update: Update,
         token: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
         h_BnD: Tensor | None,
     ) -> Tensor:
-        ctx.tape, ctx.positions, ctx.relaxation = tape, positions, relaxation
+        ctx.tape, ctx.positions, ctx.relaxation = tape, update.positions, update.relaxation
         ctx.has_pool, ctx.h_dtype = keys is not None, None if h_BnD is None else h_BnD.dtype
-        slots = tape.slots(positions)
-        if keys is not None:
+        if keys is not None and values is not None:
             ctx.dtypes = (keys.dtype, values.dtype)
-            if restore:
+            if update.keeps_old:
+                slots = tape.slots(update.positions)
                 ctx.save_for_backward(tape.keys[:, :, :, slots].clone(), tape.values[:, :, :, slots].clone())
-            overwrite(tape.keys, slots, keys, relaxation)
-            overwrite(tape.values, slots, values, relaxation)
-        if h_BnD is not None:
-            tape.hidden_BWD[:, tape.columns(positions)] = h_BnD
+        store(tape, update, Computed(keys, values, h_BnD))
         return token.new_zeros(())
 
     @staticmethod
@@ -180,7 +201,7 @@ class _Write(torch.autograd.Function):
                 tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.saved_tensors
         if ctx.h_dtype is not None:
             h_BnD = tape.grad_hidden_BWD[:, tape.columns(ctx.positions)].to(ctx.h_dtype)
-        return None, None, None, None, token, keys, values, h_BnD
+        return None, None, token, keys, values, h_BnD
 
 
 class _Finish(torch.autograd.Function):
@@ -200,7 +221,7 @@ class _FinishWithEntries(torch.autograd.Function):
     def forward(ctx: Any, tape: Tape, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.tape, ctx.token_like = tape, token.new_zeros(())
         # Copies: backward puts older entries back into the buffer.
-        keys, values = (buffer[:, :, :, tape.offset :].clone() for buffer in (tape.keys, tape.values))
+        keys, values = (buffer.clone() for buffer in tape.entries())
         return tape.hidden_BWD.data, keys, values
 
     @staticmethod
@@ -221,6 +242,14 @@ class _Ordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple:
         return grad_x, ctx.token_like
+
+
+def store(tape: Tape, update: Update, computed: Computed) -> None:
+    """Rewrites the entries of the update's positions and, where there are any, stores their final states."""
+    for buffer, new in computed.beside(tape):
+        overwrite(buffer, tape.slots(update.positions), new, update.relaxation)
+    if computed.h_BnD is not None:
+        tape.hidden_BWD[:, tape.columns(update.positions)] = computed.h_BnD
 
 
 def overwrite(buffer: Tensor, slots: slice, entries: Tensor, relaxation: float) -> None:
@@ -267,30 +296,15 @@ def read_channel(
     return list(flat[: len(lengths)]), list(flat[len(lengths) :])
 
 
-def write(
-    tape: Tape,
-    positions: range,
-    relaxation: float,
-    token: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    h_BnD: Tensor | None,
-    *,
-    restore: bool = True,
-    on_host: bool = False,
-) -> Tensor:
-    """Ends a step: rewrites the pool entries of `positions` and, where given, stores their final states.
+def write(tape: Tape, update: Update, computed: Computed, token: Tensor, *, on_host: bool = False) -> Tensor:
+    """`store`, with gradient; keeps the entries that it overwrites if the update says so.
 
-    Args:
-        restore: keep the overwritten entries for backward; without it the step's recomputation must do with
-            the new ones.
-        on_host: keep them in the host's memory.
+    on_host: keep them in the host's memory.
     """
-    arguments = (tape, positions, relaxation, restore, token, keys, values, h_BnD)
     if not on_host:
-        return _Write.apply(*arguments)
+        return _Write.apply(tape, update, token, *computed)
     with torch.autograd.graph.save_on_cpu(pin_memory=tape.keys.is_cuda):
-        return _Write.apply(*arguments)
+        return _Write.apply(tape, update, token, *computed)
 
 
 def finish(tape: Tape, token: Tensor) -> Tensor:

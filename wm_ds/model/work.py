@@ -5,9 +5,10 @@ needs, which parts of it carry gradient, and what happens to the pool entries th
 `pass_counts` adds the same plan up: how often a token goes through a block or the pool.
 
 Dead work is left out: only a position's last update runs the last layer, whose output no pool reads; entries
-that no later step can see are not computed. With gradient, the first `no_grad` passes run detached. The
-gradient phase begins by pooling the detached states with gradient; the last detached pass writes just those
-entries, so that pass runs its layers detached and its pool with gradient, and nothing is pooled twice.
+that no later step can see are not computed, nor is an update of which nothing is needed. With gradient, the
+first `no_grad` passes run detached. The gradient phase begins by pooling the detached states with gradient;
+the last detached pass writes just those entries, so that pass runs its layers detached and its pool with
+gradient, and nothing is pooled twice.
 
 Terms: an *update* runs the layers on some positions and rewrites their pool entries; a *step* is the updates
 that read the same state of the pool; a *pass* is one update of every position; the *start* is the pooling of
@@ -60,6 +61,11 @@ class Update:
 Step = tuple[Update, ...]
 
 
+def start_of(positions: range, gradient: bool = False) -> Update:
+    """The pooling of the embeddings of some positions."""
+    return Update(positions, None, 1.0, True, False, states_grad=gradient, pool_grad=gradient)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The steps of a forward in order: first those that backward never sees, then those on the tape."""
@@ -101,27 +107,31 @@ def plan(
     needed, start_needed = _needed(schedule, length, keep_cache)
     steps: list[Step] = []
     for positions in _start_sets(schedule, length, start_needed, whole_start):
-        with_grad = first_grad == 0
-        steps.append((Update(positions, None, 1.0, True, False, with_grad, with_grad),))
+        steps.append((start_of(positions, gradient=first_grad == 0),))
     for step, needs in zip(parts, needed):
         updates = []
+        alone = len(step) == 1
         for part, needs_pool in zip(step, needs):
-            pool_grad = part.turn >= first_grad - 1
-            first_alone = part.turn == 0 and needs_pool and len(step) == 1 and remake_start
+            needs_hidden = part.pass_index == schedule.passes - 1
+            if not (needs_pool or needs_hidden):
+                continue
+            pool_grad = part.pass_index >= first_grad - 1
+            first_alone = part.pass_index == 0 and needs_pool and alone and remake_start
             updates.append(
                 Update(
                     part.positions,
-                    part.turn,
-                    schedule.factor(part.turn),
+                    part.pass_index,
+                    schedule.factor(part.pass_index),
                     needs_pool,
-                    needs_hidden=part.turn == schedule.passes - 1,
-                    states_grad=part.turn >= first_grad,
+                    needs_hidden,
+                    states_grad=part.pass_index >= first_grad,
                     pool_grad=pool_grad,
                     keeps_old=gradient and not first_alone,
                     remakes_start=pool_grad and first_alone,
                 )
             )
-        steps.append(tuple(updates))
+        if updates:
+            steps.append(tuple(updates))
     graded = [any(update.pool_grad or update.states_grad for update in step) for step in steps]
     first = graded.index(True) if True in graded else len(steps)
     return Plan(tuple(steps[:first]), tuple(steps[first:]))
@@ -147,7 +157,7 @@ def _needed(schedule: Schedule, length: int, keep_cache: bool) -> tuple[list[lis
     for time, step in enumerate(reversed(schedule.steps(length)), start=1):
         needed.append([any(read_after(i) for i in part.positions) for part in step])
         for part in step:
-            if schedule.factor(part.turn) == 1.0:
+            if schedule.factor(part.pass_index) == 1.0:
                 for i in part.positions:
                     rewritten[i] = time
         furthest = max(part.positions[-1] for part in step)
@@ -165,7 +175,7 @@ def _start_sets(schedule: Schedule, length: int, needed: list[int], whole: bool)
     if not needed:
         return []
     if whole:
-        return [part.positions for part in parts if part.turn == 0]
+        return [part.positions for part in parts if part.pass_index == 0]
     piece, stop = max(len(part.positions) for part in parts), needed[-1] + 1
     return [range(at, min(at + piece, stop)) for at in range(needed[0], stop, piece)]
 
@@ -238,8 +248,6 @@ def pass_counts(
     forward, backward, repeated = _Sum(length), _Sum(length), _Sum(length)
     for update in (update for step in planned.steps for update in step):
         forward.add(update, update.runs_layers, update.needs_hidden, update.needs_pool)
-        if not (update.needs_pool or update.needs_hidden):
-            continue
         on_states = update.states_grad and update.runs_layers
         backward.add(update, on_states, update.states_grad and update.needs_hidden, update.pool_grad)
         if by_step and (update.states_grad or update.pool_grad):
@@ -272,4 +280,14 @@ class _Sum:
         return Count(*(total / self.length for total in self.totals))
 
 
-__all__ = ["RECOMPUTE_POLICIES", "Count", "PassCounts", "Plan", "Step", "Update", "pass_counts", "plan"]
+__all__ = [
+    "RECOMPUTE_POLICIES",
+    "Count",
+    "PassCounts",
+    "Plan",
+    "Step",
+    "Update",
+    "pass_counts",
+    "plan",
+    "start_of",
+]
