@@ -22,7 +22,7 @@ SCHEDULES = [
 
 
 def needed_by_definition(schedule: Schedule, length: int, keep_cache: bool) -> dict[tuple, bool]:
-    """For each part of which anything is needed: whether an entry of it is read, searching all later steps."""
+    """For each part of which anything is needed: whether an entry is read, searching all later steps."""
     steps = schedule.steps(length)
 
     def read(time: int, i: int) -> bool:

@@ -28,6 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] over its RMS, times the weight."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -62,6 +63,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -103,6 +105,7 @@ class WhiteMatterDecoderLayer(nn.Module):
     def forward(
         self, x_BnD: Tensor, slots: Slots, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
+        """The states [B, n, D] that leave the layer; keys and values as `attention.attend` takes them."""
         out_BHnd = attend(self.before(x_BnD, cos, sin), keys, values, slots)
         return self.after(x_BnD, out_BHnd)
 

@@ -61,7 +61,7 @@ class WhiteMatterConfig(PreTrainedConfig):
     model_type = "whitematter"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 (transformers wants a list)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the fields of config.json)
         self,
         vocab_size: int = 151936,
         hidden_size: int = 512,
@@ -137,6 +137,15 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
 
     def _check(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        # Schedules check their own fields; a contradiction is refused here, not at the first step.
+        self.training_schedule()
+        self.prefill_schedule()
+        if not self.feedback:
+            self._check_without_feedback()
+
+    def _check_sizes(self) -> None:
         at_least_one = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads head_dim router_stride num_groups grad_passes prefill_passes prefill_groups"
@@ -158,27 +167,28 @@ class WhiteMatterConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if self.tokenizer_size is not None and not 1 <= self.tokenizer_size <= self.vocab_size:
+            raise ValueError(
+                f"tokenizer_size is {self.tokenizer_size}; it must lie between 1 and vocab_size "
+                f"({self.vocab_size})"
+            )
+
+    def _check_choices(self) -> None:
         if self.router_init not in ROUTER_INITS:
             raise ValueError(f"router_init is {self.router_init!r}; choose one of {', '.join(ROUTER_INITS)}")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing is {self.routing!r}; choose one of {', '.join(ROUTINGS)}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention is {self.attention!r}; choose one of {', '.join(ATTENTIONS)}")
-        if self.tokenizer_size is not None and not 1 <= self.tokenizer_size <= self.vocab_size:
-            raise ValueError(
-                f"tokenizer_size is {self.tokenizer_size}; it must lie between 1 and vocab_size "
-                f"({self.vocab_size})"
-            )
-        # Schedules check their own fields; a contradiction is refused here, not at the first step.
-        self.training_schedule()
-        self.prefill_schedule()
-        if not self.feedback and (self.routing == "fixed" or self.router_init in ("top", "shifted")):
+
+    def _check_without_feedback(self) -> None:
+        if self.routing == "fixed" or self.router_init in ("top", "shifted"):
             raise ValueError(
                 f"feedback: false cannot start from routing {self.routing!r} with router_init "
                 f"{self.router_init!r}, which reads layers above the channel's own; use router_init "
                 "'auto' and a learned routing"
             )
-        if not self.feedback and self.num_kv_channels != self.num_hidden_layers:
+        if self.num_kv_channels != self.num_hidden_layers:
             raise ValueError(
                 f"feedback: false needs num_kv_channels ({self.num_kv_channels}) equal to num_hidden_layers "
                 f"({self.num_hidden_layers}): every layer reads the channel of its own depth"

@@ -46,7 +46,7 @@ class Layout:
 
     def to_batch(self, x: Tensor, dim: int = 1) -> Tensor:
         """[B, W, …] to [B, T, …] (rows at dim - 1 … or 0, columns at `dim`); padding is zero."""
-        if self.column_BT is None:
+        if self.column_BT is None or self.real_BT is None:
             return x
         shape = [1] * x.dim()
         rows_at = 0 if dim == 1 else 1
@@ -80,40 +80,49 @@ def lay_out(
     Raises:
         ValueError: a mask of another shape, or several documents together with a cache.
     """
-    rows, length = shape
     if document_ids is not None and past:
         raise ValueError("document_ids describe whole rows and cannot be combined with cached tokens")
-    if attention_mask is not None:
-        if tuple(attention_mask.shape) != (rows, past + length):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
-                f"{(rows, past + length)}: a column for each of {past} cached and {length} new tokens"
-            )
-        attention_mask = attention_mask.bool()
-        if bool(attention_mask.all()):
-            attention_mask = None
+    rows, length = shape
+    mask_BM = _padding_mask(attention_mask, (rows, past + length), past)
     if position_ids is not None and document_ids is None and length > 1:
-        new_mask_BT = None if attention_mask is None else attention_mask[:, past:]
-        document_ids = _documents_of(position_ids, new_mask_BT)
+        document_ids = _documents_of(position_ids, None if mask_BM is None else mask_BM[:, past:])
         if document_ids is not None and past:
             raise ValueError(
                 "position_ids start again within a row: several documents cannot be combined with cached "
                 "tokens"
             )
-    shift = 0 if length == 1 else past % period
-    if attention_mask is None and shift == 0:
-        if position_ids is None:
-            if document_ids is None:
-                position_ids = torch.arange(past, past + length, device=device)[None]
-            else:
-                position_ids = document_positions(document_ids)
+    if mask_BM is None and (length == 1 or past % period == 0):
+        if position_ids is None and document_ids is None:
+            position_ids = torch.arange(past, past + length, device=device)[None]
+        elif position_ids is None:
+            position_ids = document_positions(document_ids)
         if document_ids is not None:
             document_ids = document_ids.expand(rows, -1)
         return Layout(length, Visibility(past, None, document_ids), position_ids)
+    if mask_BM is None:
+        mask_BM = torch.ones(rows, past + length, dtype=torch.bool, device=device)
+    return _moved(mask_BM, past, period, position_ids, document_ids)
 
+
+def _padding_mask(attention_mask: Tensor | None, shape: tuple[int, int], past: int) -> Tensor | None:
+    """True for tokens, [B, P+T]; None where there is no padding."""
     if attention_mask is None:
-        attention_mask = torch.ones(rows, past + length, dtype=torch.bool, device=device)
-    past_BP, real_BT = attention_mask[:, :past], attention_mask[:, past:]
+        return None
+    if tuple(attention_mask.shape) != shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be {shape}: a column for each "
+            f"of {past} cached and {shape[1] - past} new tokens"
+        )
+    mask_BM = attention_mask.bool()
+    return None if bool(mask_BM.all()) else mask_BM
+
+
+def _moved(
+    mask_BM: Tensor, past: int, period: int, position_ids: Tensor | None, document_ids: Tensor | None
+) -> Layout:
+    """Rows moved to the left edge, or to the column that their position has within a period."""
+    past_BP, real_BT = mask_BM[:, :past], mask_BM[:, past:]
+    rows, length = real_BT.shape
     before_B1 = past_BP.sum(1, keepdim=True)
     start_B1 = torch.zeros_like(before_B1) if length == 1 else before_B1 % period
     order_BT = real_BT.cumsum(1) - 1

@@ -136,7 +136,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self.dummy_key = nn.Parameter(torch.zeros(shape)) if config.feedback else None
         self.dummy_value = nn.Parameter(torch.zeros(shape)) if config.feedback else None
 
-    def forward(
+    def forward(  # noqa: PLR0913 (transformers' signature, and ours beside it)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -336,7 +336,7 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(
+    def forward(  # noqa: PLR0913 (transformers' signature, and ours beside it)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

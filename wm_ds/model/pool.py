@@ -47,10 +47,10 @@ class PoolBranch(nn.Module):
 
         Dynamic weights are signed, from the normed states of every p-th layer counted from the top.
         """
-        if self.routing == "dynamic":
+        if self.router_weight is not None:
             xi_NSD = hat_NLD[:, self.sources].flatten(1)
             return F.linear(xi_NSD, self.router_weight, self.router_bias).unflatten(1, self.shape)
-        if self.routing == "fixed":
+        if self.router_bias is None:
             return hat_NLD.new_tensor(self.pattern).view(1, *self.shape)
         alpha_1kL = self.router_bias.view(1, *self.shape)
         return alpha_1kL.softmax(-1) if self.routing == "softmax" else alpha_1kL
@@ -70,10 +70,12 @@ class PoolBranch(nn.Module):
         count = channel + 1
         hat_NlD = (unit_NlD * self.source_norm[:count]).to(unit_NlD.dtype)
         first = channel * self.shape[1]
+        if self.router_bias is None:
+            raise ValueError("a fixed routing reads layers above the channel's own")
         alpha_Nl = self.router_bias[first : first + count]
         if self.routing == "softmax":
             alpha_Nl = alpha_Nl.softmax(-1)
-        if self.routing == "dynamic":
+        if self.router_weight is not None:
             xi_NSD = hat_NlD[:, self.sources].flatten(1)
             weight = self.router_weight[first : first + count, : xi_NSD.shape[1]]
             alpha_Nl = F.linear(xi_NSD, weight, alpha_Nl)
