@@ -111,7 +111,7 @@ MAY_IMPORT = {
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
     },
-    "start": {"checkpoint", "config", "data", "distributed", "engine", "optim", "run"},
+    "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),
         *("run", "engine", "checkpoint", "plan", "metrics", "start"),

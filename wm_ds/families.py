@@ -7,6 +7,7 @@ numbers from the same seed, and keeps what is its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -127,6 +128,15 @@ def _model_config(model: Model, vocab_size: int, seq_len: int, eos_id: int | Non
         return LCKVConfig(**fields)
     fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))
     return WhiteMatterConfig(**fields)
+
+
+def num_groups(model: Model) -> int:
+    """The run's token groups of a pass, or its family's default; 1 for a model without passes."""
+    family = NAMES[model.family]
+    if not family.has_passes:
+        return 1
+    default = signature(family.config_class).parameters["num_groups"].default
+    return default if model.num_groups is None else model.num_groups
 
 
 def construct(

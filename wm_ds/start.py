@@ -22,6 +22,7 @@ from wm_ds.data.shards import ShardError
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.deepspeed_config import deepspeed_config
+from wm_ds.families import num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
 from wm_ds.run import directory
 from wm_ds.run.attempt import Attempt, SupersededError, join
@@ -38,7 +39,11 @@ def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
         seed=config.run.seed,
     )
     validate.check_against_data(
-        config, vocab_size=batches.vocab_size, seq_len=batches.seq_len, sequences=batches.rows
+        config,
+        vocab_size=batches.vocab_size,
+        seq_len=batches.seq_len,
+        sequences=batches.rows,
+        num_groups=num_groups(config.model),
     )
     holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
     if holdout.seq_len != batches.seq_len:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
+
 import pytest
 
 from tests.config.test_load import changed
 from wm_ds.config import load as configuration
 from wm_ds.config import schema
 from wm_ds.config.schema import Batch, ConfigError
+from wm_ds.families import num_groups
+from wm_ds.model import WhiteMatterConfig
 
 
 def test_accumulation_keeps_the_global_batch():
@@ -53,3 +58,23 @@ def test_durations_that_make_no_sense_are_refused(duration):
 def test_a_run_in_tokens_is_rounded_up_to_whole_steps():
     config = configuration.parse(changed(steps=None, tokens="8e9", batch__global_batch=128))
     assert config.total_steps(2048) == 30518  # 8e9 / (128 * 2048) = 30517.6
+
+
+def test_what_a_run_leaves_out_is_the_models_own_default() -> None:
+    """A field that the run's file and the model's configuration both know has one default, also in the docs."""
+    own = {name: p.default for name, p in signature(WhiteMatterConfig).parameters.items()}
+    compared = 0
+    for name, field in schema.Model.model_fields.items():
+        if name not in own or field.is_required():
+            continue
+        if field.default is not None:
+            assert field.default == own[name], name
+            compared += 1
+        elif said := re.search(r"[Dd]efault (\d+)\b", field.description or ""):
+            assert float(said[1]) == own[name], name
+            compared += 1
+    assert compared >= 8
+    minimal = {name: 8 for name, field in schema.Model.model_fields.items() if field.is_required()}
+    for family, groups in (("whitematter", 8), ("lckv", 1), ("vanilla", 1)):
+        assert num_groups(schema.Model.model_validate(minimal | {"family": family})) == groups
+        assert num_groups(schema.Model.model_validate(minimal | {"family": "lckv", "num_groups": 5})) == 5

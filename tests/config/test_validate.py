@@ -36,8 +36,8 @@ def test_contradictions_and_wrong_values_name_both_sides(changes, said):
 
 def test_data_that_does_not_fit():
     config = configuration.parse(changed(model__vocab_size=100))
-    validate.check_against_data(config, vocab_size=100, seq_len=16, sequences=5)
+    validate.check_against_data(config, vocab_size=100, seq_len=16, sequences=5, num_groups=8)
     with pytest.raises(
         ConfigError, match=r"model\.vocab_size = 100 is smaller than the data's tokenizer \(101"
     ):
-        validate.check_against_data(config, vocab_size=101, seq_len=16, sequences=5)
+        validate.check_against_data(config, vocab_size=101, seq_len=16, sequences=5, num_groups=8)

@@ -311,9 +311,9 @@ def test_refused_where_ranks_rows_or_batches_do_not_divide() -> None:
         config.accumulation(3)
     with pytest.raises(ConfigError, match="over 3 sequence groups of 2 ranks x micro_batch 2"):
         config.accumulation(6)
-    validate.check_against_data(config, vocab_size=40, seq_len=24, sequences=100)
+    validate.check_against_data(config, vocab_size=40, seq_len=24, sequences=100, num_groups=3)
     with pytest.raises(ConfigError, match=r"2 x model\.num_groups = 3 does not divide .* rows of 20 tokens"):
-        validate.check_against_data(config, vocab_size=40, seq_len=20, sequences=100)
+        validate.check_against_data(config, vocab_size=40, seq_len=20, sequences=100, num_groups=3)
 
 
 class Half(Shard):

@@ -133,18 +133,23 @@ _BELONGS = {
 }
 
 
-def check_against_data(config: Config, *, vocab_size: int, seq_len: int, sequences: int) -> None:
-    """Raise ConfigError where the run does not fit its packed data (sizes from the manifest)."""
+def check_against_data(
+    config: Config, *, vocab_size: int, seq_len: int, sequences: int, num_groups: int
+) -> None:
+    """Raise ConfigError where the run does not fit its packed data (sizes from the manifest).
+
+    `num_groups`: the model's token groups, its default where the run sets none.
+    """
     rows = config.model.vocab_size
     if rows is not None and rows < vocab_size:
         raise ConfigError(
             f"model.vocab_size = {rows} is smaller than the data's tokenizer ({vocab_size} tokens); "
             f"set it to {vocab_size} or more, or leave it out"
         )
-    n, groups = config.sequence_parallel, config.model.num_groups or 8
-    if n > 1 and seq_len % (n * groups):
+    n = config.sequence_parallel
+    if n > 1 and seq_len % (n * num_groups):
         raise ConfigError(
-            f"sequence_parallel = {n} x model.num_groups = {groups} does not divide the data's rows of "
+            f"sequence_parallel = {n} x model.num_groups = {num_groups} does not divide the data's rows of "
             f"{seq_len} tokens: a group's tokens must be spread evenly over the ranks"
         )
     total = config.total_steps(seq_len)

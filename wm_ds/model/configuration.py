@@ -72,7 +72,7 @@ class WhiteMatterConfig(PreTrainedConfig):
         head_dim: int = 96,
         max_position_embeddings: int = 2048,
         rms_norm_eps: float = 1e-6,
-        rope_theta: float = 1_000_000.0,
+        rope_theta: float = 10_000.0,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = False,
         num_kv_channels: int = 16,
