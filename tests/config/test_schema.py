@@ -61,7 +61,7 @@ def test_a_run_in_tokens_is_rounded_up_to_whole_steps():
 
 
 def test_what_a_run_leaves_out_is_the_models_own_default() -> None:
-    """A field that the run's file and the model's configuration both know has one default, also in the docs."""
+    """A field that the run's file and the model's configuration both know has one default in both."""
     own = {name: p.default for name, p in signature(WhiteMatterConfig).parameters.items()}
     compared = 0
     for name, field in schema.Model.model_fields.items():

@@ -255,6 +255,24 @@ def test_compiled_forward(lm) -> None:
     assert all((got[name] - want[name]).abs().max() < 1e-5 for name in want)
 
 
+@pytest.mark.parametrize("prefill", ["trained", "converged"])
+def test_a_saved_folder_runs_the_prefill_of_its_configuration(prefill: str, tmp_path) -> None:
+    """Its configuration and its model are imported one by one: their classes of schedules may be two."""
+    lm = build(dtype=torch.float32, prefill=prefill, prefill_tolerance=1e-2).eval()
+    lm.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    passes = []
+    for model in (lm, loaded):
+        count = [0]
+        hook = model.model.pool.register_forward_hook(lambda *_, count=count: count.append(1))
+        with torch.no_grad():
+            logits = model(tokens(2, 5)).logits
+        hook.remove()
+        passes.append((len(count), logits))
+    assert passes[0][0] == passes[1][0], "passes that change nothing are left out in both"
+    assert torch.equal(passes[0][1], passes[1][1])
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

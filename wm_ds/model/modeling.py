@@ -32,7 +32,7 @@ from .generation import PoolGenerationMixin
 from .layout import Layout, lay_out
 from .passes import run_passes
 from .pool import Pool, PoolBranch, initial_router_bias
-from .schedule import Converged, Schedule
+from .schedule import Converged, Schedule, is_converged, is_fixed
 from .shard import ALL, Shard
 from .stack import PassOptions, PassResult, Stack, Workspace
 
@@ -228,9 +228,9 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             inputs.shape, cached, schedule.period, x_BTD.device,
             inputs.attention_mask, inputs.position_ids, inputs.document_ids,
         )  # fmt: skip
-        if isinstance(schedule, Converged) and layout.width == 1:
+        if is_converged(schedule) and layout.width == 1:
             schedule = Schedule.exact()
-        if isinstance(schedule, Schedule) and not torch.is_grad_enabled():
+        if is_fixed(schedule) and not torch.is_grad_enabled():
             schedule = schedule.capped(layout.width)
         if self.shard.ranks > 1:
             self._check_shard(schedule, layout, cached > 0 or keep_cache)
@@ -286,7 +286,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
 
     def _check_shard(self, schedule: Schedule | Converged, layout: Layout, cached: bool) -> None:
         """Refuses what a part of a row cannot be: every step of the passes needs all ranks alike."""
-        cyclic = isinstance(schedule, Schedule) and schedule.kind == "cyclic"
+        cyclic = is_fixed(schedule) and schedule.kind == "cyclic"
         problem = None
         if self.config.model_type != "whitematter" or not self.config.feedback:
             problem = "the model is not iterated over one shared pool"
@@ -316,7 +316,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self, stack: Stack, workspace: Workspace, schedule: Schedule | Converged, options: PassOptions
     ) -> PassResult:
         """The fixed point."""
-        if isinstance(schedule, Schedule):
+        if is_fixed(schedule):
             return run_passes(stack, workspace, schedule, options)
         if torch.is_grad_enabled():
             raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Schedule:
         relaxation: from the second pass on, new entry = old + relaxation * (computed - old); one factor, or
             one for each pass from the second on, of which the last serves all further passes.
     """
+
+    to_tolerance: ClassVar[bool] = False
 
     kind: str
     groups: int
@@ -169,6 +172,8 @@ class Converged:
         relaxation: as in Schedule.
     """
 
+    to_tolerance: ClassVar[bool] = True
+
     groups: int
     tolerance: float = 1e-3
     relaxation: Relaxation = 1.0
@@ -192,4 +197,15 @@ class Converged:
         return self.groups
 
 
-__all__ = ["Converged", "Part", "Schedule", "Step"]
+def is_fixed(schedule: Schedule | Converged) -> TypeGuard[Schedule]:
+    """Whether the number of passes is known beforehand. Not by class: transformers imports an exported
+    folder's configuration and its model one by one, so that each may have classes of its own."""
+    return not schedule.to_tolerance
+
+
+def is_converged(schedule: Schedule | Converged) -> TypeGuard[Converged]:
+    """The opposite of `is_fixed`."""
+    return schedule.to_tolerance
+
+
+__all__ = ["Converged", "Part", "Schedule", "Step", "is_converged", "is_fixed"]
