@@ -151,5 +151,5 @@ def _pool_bytes(
     entries = 2 * channels * hf.num_key_value_heads * hf.head_dim * length / ranks
     passes = hf.grad_passes + min(1, hf.no_grad_passes)
     if "group" in recompute and hf.no_grad_passes <= 1 and ranks == 1:
-        passes -= 1  # the start's entries are made again (passes.py)
+        passes -= 1  # the start's entries are made again (model/work.py)
     return entries * (w + 4 + w * passes), entries * w * passes
