@@ -23,7 +23,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,28 @@ class ShardWriter:
 def read_record(root: Path, name: str) -> dict[str, Any] | None:
     """The published shard's record, or None if no shard of that name is published."""
     path = root / name / "shard.json"
-    if not path.is_file():
+    if not path.parent.is_dir():
         return None
-    return json.loads(path.read_text(encoding="utf-8"))
+    remedy = f"remove the folder {path.parent}, then run the same pack_data command again"
+    return read_json(path, ("name", "length", "tokens", "documents"), remedy)
+
+
+def read_json(path: Path, keys: Iterable[str], remedy: str) -> dict[str, Any]:
+    """The JSON object in a file of packed data.
+
+    Raises ShardError, with `remedy`, if the file is missing, is no JSON object, or lacks one of `keys`.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShardError(f"{path} is missing: {remedy}") from None
+    except ValueError as error:
+        raise ShardError(f"{path} is damaged, it is not JSON ({error}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise ShardError(f"{path} is damaged, it holds no JSON object: {remedy}")
+    if missing := [key for key in keys if key not in value]:
+        raise ShardError(f"{path} is damaged, it lacks {missing[0]!r}: {remedy}")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -235,22 +254,21 @@ def load_manifest(root: str | os.PathLike[str]) -> dict[str, Any]:
     version, and a token type that does not belong to the vocabulary.
     """
     path = Path(root) / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         if any(Path(root).glob("shard-*")):
             raise ShardError(
                 f"{path} is missing: packing {root} has not finished. Run the same pack_data command again, "
                 f"or `tools/pack_data.py merge {root}` if it was packed by an array of tasks"
-            ) from None
-        raise ShardError(f"{path} is missing: {root} is not a packed data set") from None
-    except json.JSONDecodeError as error:
-        raise ShardError(f"{path} is not JSON ({error}); pack the data again") from None
+            )
+        raise ShardError(f"{path} is missing: {root} is not a packed data set")
+    remedy = f"remove it and write it again: tools/pack_data.py merge {root}"
+    manifest = read_json(path, (), remedy)
     if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, HOLDOUT_VERSION):
         raise ShardError(
             f"{path} has format {manifest.get('format')!r} version {manifest.get('version')!r}; "
             f"this code reads {FORMAT!r} version {VERSION} and {HOLDOUT_VERSION}"
         )
+    read_json(path, ("vocab_size", "dtype"), remedy)
     needed = token_dtype(manifest["vocab_size"])
     if manifest["dtype"] != needed.name:
         raise ShardError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from wm_ds.data import holdout as held_out
 from wm_ds.data import shards
-from wm_ds.packing.plan import PLAN, PackError, filler_id
+from wm_ds.packing.plan import PLAN, PackError, filler_id, read_plan
 
 _EXAMPLES = 5  # bad records whose place the manifest tells
 
@@ -25,7 +25,7 @@ def merge(root: Path, *, verify: bool, report: Callable[[int], None] | None = No
     path = root / PLAN
     if not path.is_file():
         raise PackError(f"{root} has no {PLAN}: nothing was packed there")
-    plan = json.loads(path.read_text(encoding="utf-8"))
+    plan = read_plan(root)
     total = plan["units"]
     records = [shards.read_record(root, shards.shard_name(number)) for number in range(total)]
     missing = [number for number, record in enumerate(records) if record is None]

@@ -150,7 +150,7 @@ def prepare(plan: Plan, root: Path) -> None:
             )
         copy_tokenizer(plan.tokenizer, root / TOKENIZER)
         shards.write_json(path, {"tokenizer_name": plan.tokenizer.name, **description})
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_plan(root)
     differences = list(_differences(found, description))
     if differences:
         raise PackError(
@@ -158,6 +158,12 @@ def prepare(plan: Plan, root: Path) -> None:
             f"{f' and {len(differences) - 5} more' if len(differences) > 5 else ''}. "
             f"Repeat the first command, or choose another folder"
         )
+
+
+def read_plan(root: Path) -> dict[str, Any]:
+    """The plan that a folder was begun with; raises ShardError if it is damaged."""
+    keys = ("settings", "tokenizer", "tokenizer_name", "inputs", "units", "format", "version")
+    return shards.read_json(root / PLAN, keys, "pack into another folder")
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -205,7 +211,8 @@ def check_sources(plan: Plan, root: Path, numbers: list[int]) -> None:
     stamps = [modification_stamp(item) for item in plan.inputs] if numbers else []
     for number in numbers:
         path = root / shards.shard_name(number) / "source.json"
-        for entry in json.loads(path.read_text(encoding="utf-8"))["pieces"]:
+        remedy = f"remove the folder {path.parent}, then run the same pack_data command again"
+        for entry in shards.read_json(path, ("pieces",), remedy)["pieces"]:
             item = plan.inputs[entry["input"]]
             if entry["mtime_ns"] == stamps[entry["input"]]:
                 continue

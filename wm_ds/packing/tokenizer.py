@@ -105,10 +105,21 @@ def _load_transformers(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; for the user it is one
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TokenizerError(
-            f"cannot load the tokenizer {name!r}: {reason}. Give a folder with tokenizer.json, a "
-            f"sentencepiece .model file or a Hugging Face name"
-        ) from error
+        raise TokenizerError(f"cannot load the tokenizer {name!r}: {_remedy(name, reason)}") from error
+
+
+def _remedy(name: str, reason: str) -> str:
+    if os.path.exists(name):
+        return (
+            f"its files are incomplete, damaged or of no kind that transformers knows ({reason}); give a "
+            f"folder with tokenizer.json or a sentencepiece .model file"
+        )
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        return "there is no such file or folder"
+    return (
+        f"{reason}. There is no folder of that name here; a Hugging Face name needs the network, or "
+        f"the tokenizer in the hub's cache"
+    )
 
 
 def _open_sentencepiece(name: str, eos: str | None) -> TokenizerSpec:
