@@ -20,4 +20,5 @@ if [ "$("$oldest/bin/python" -c 'import transformers; print(transformers.__versi
 fi
 "$oldest/bin/python" -c 'import transformers, torch; print("transformers", transformers.__version__, "torch", torch.__version__)'
 PYTHONPATH=. "$oldest/bin/python" -m pytest tests/model/test_generation.py tests/model/test_cache.py \
-  tests/model/test_hf.py tests/model/test_lckv.py "$@"
+  tests/model/test_hf.py tests/model/test_lckv.py tests/model/test_arguments.py tests/model/test_outputs.py \
+  tests/model/test_training_behind_a_cache.py "$@"

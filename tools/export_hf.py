@@ -45,7 +45,9 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 
 from wm_ds import trained
 from wm_ds.errors import run_cli
-from wm_ds.export.export import DTYPES, ExportError, export, parse_size
+from wm_ds.export.export import export
+from wm_ds.export.tokenizer import ExportError
+from wm_ds.export.weights import DTYPES, parse_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """Export what the command line names. Raises WmError."""
     args = parser().parse_args(argv)
     start = time.monotonic()
     size = parse_size(args.max_shard_size)
@@ -91,6 +94,7 @@ class Hub:
             ) from None
 
     def push(self, folder: Path) -> None:
+        """Upload the folder. Raises ExportError."""
         say(f"uploading to {self.name}")
         try:
             self.api.create_repo(self.name, private=self.private, exist_ok=True)
@@ -114,6 +118,7 @@ def reason(error: Exception) -> str:
 
 
 def say(line: str) -> None:
+    """To the terminal, at once."""
     print(line, flush=True)
 
 

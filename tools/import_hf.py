@@ -35,7 +35,7 @@ from wm_ds.checkpoint.directory import checkpoints_dir, list_checkpoints, publis
 from wm_ds.config import load as configuration
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.errors import WmError, run_cli
-from wm_ds.export.export import read_weights
+from wm_ds.export.weights import read_weights
 from wm_ds.files import write_atomically
 from wm_ds.optim.muon import STATE as STATE_OF_RULE
 
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """Import what the command line names. Raises WmError."""
     args = parser().parse_args(argv)
     config = configuration.load(args.config, args.overrides)
     path = import_folder(args.folder, config)

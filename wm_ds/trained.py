@@ -59,6 +59,7 @@ class Trained:
 
     @property
     def step(self) -> int | None:
+        """The checkpoint's step; None for an exported folder."""
         return None if self.run_dir is None else int(read_manifest(self.path).run["step"])
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -90,6 +91,7 @@ class Trained:
     # The rest is about checkpoints only.
 
     def reader(self) -> Reader:
+        """The checkpoint, opened for reading."""
         return Reader(self.path)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, 
 
 from tests.support import exported
 from wm_ds import trained
-from wm_ds.export import export
+from wm_ds.export import export, verify
+from wm_ds.export import weights as weight_files
 from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
 
 TOOL = str(Path(__file__).parents[2] / "tools" / "export_hf.py")
@@ -49,7 +50,7 @@ def unchecked(monkeypatch):
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(export.read_weights(folder))
+    return dict(weight_files.read_weights(folder))
 
 
 def test_fp32_export_is_the_checkpoint(run, folder):
@@ -127,7 +128,7 @@ def test_travels_alone(run, folder, tmp_path):
     subprocess.run(command, check=True, cwd=tmp_path, env=environment, capture_output=True)
     shutil.rmtree(first)
     tokens = exported.random_rows(2, 21, 320).tolist()
-    tensors, printed = export.load_apart(second, {"tokens": tokens})
+    tensors, printed = verify.load_apart(second, {"tokens": tokens})
     assert printed["class"] == "WhiteMatterForCausalLM"
     model = exported.build(run, seed=7)
     with torch.no_grad():
@@ -137,7 +138,7 @@ def test_travels_alone(run, folder, tmp_path):
 
 def test_prompts_are_completed(folder):
     request = {"tokens": [[1, 2, 3]], "prompts": ["the ", "a"], "prompt_tokens": 5}
-    _, printed = export.load_apart(folder, request)
+    _, printed = verify.load_apart(folder, request)
     assert [text[:1] for text in printed["texts"]] == ["t", "a"]
 
 
@@ -200,14 +201,14 @@ def watched_export(run: Path, out: Path) -> tuple[Path, dict, dict, dict]:
     """(folder, what the check asked of the process without wm_ds, the tensors and words that it answered)."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        real = export.load_apart
+        real = verify.load_apart
 
         def spy(folder, request, **options):
             answer = real(folder, request, **options)
             seen.extend([request, *answer])
             return answer
 
-        patch.setattr(export, "load_apart", spy)
+        patch.setattr(verify, "load_apart", spy)
         folder = exported.run_export(run, out)
     return folder, *seen
 
@@ -369,20 +370,20 @@ def test_damaged_checkpoint_is_not_exported(tmp_path):
 
 
 def test_shards_are_planned_by_size():
-    shards = export.plan_shards({"a": 4, "b": 4, "c": 9, "d": 1, "e": 7}, 8)
+    shards = weight_files.plan_shards({"a": 4, "b": 4, "c": 9, "d": 1, "e": 7}, 8)
     assert [(s.names, s.size) for s in shards] == [(["a", "b"], 8), (["c"], 9), (["d", "e"], 8)]
     assert shards[1].file == "model-00002-of-00003.safetensors"
-    assert [s.file for s in export.plan_shards({"a": 4}, 8)] == ["model.safetensors"]
+    assert [s.file for s in weight_files.plan_shards({"a": 4}, 8)] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5MB", 1_500_000), ("64kb", 64_000), ("7", 7)]
 )
 def test_sizes(text, size):
-    assert export.parse_size(text) == size
+    assert weight_files.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 apples"])
 def test_bad_sizes(text):
     with pytest.raises(export.ExportError, match="is not a size"):
-        export.parse_size(text)
+        weight_files.parse_size(text)

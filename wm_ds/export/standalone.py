@@ -22,6 +22,7 @@ class RefuseImport:
     """A finder that raises for wm_ds, wherever it might be installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Called for every import. Raises ModuleNotFoundError for wm_ds."""
         if name.partition(".")[0] == "wm_ds":
             raise ModuleNotFoundError(f"{name} was imported; an exported folder must stand alone", name=name)
 
@@ -55,6 +56,7 @@ def complete(model: Any, tokenizer: Any, prompts: list[str], new_tokens: int) ->
 
 
 def main() -> None:
+    """Load, probe and complete, as the three files on the command line say."""
     folder, request_file, result_file = sys.argv[1:]
     request = json.loads(Path(request_file).read_text())
     sys.meta_path.insert(0, RefuseImport())  # type: ignore[arg-type]
