@@ -5,10 +5,10 @@
     python tools/count_flops.py configs/X.yaml …      any run's model
     python tools/count_flops.py --json                the same as data, in FLOPs per token
 
-Every model is built at full size on the meta device (shapes without numbers: no GPU, no memory) and run there
-under torch's FLOP counter. Conventions are the paper's (§4.5): the LM head is left out, causal attention
-counts as half of the T x T products in training and prefill, its backward as 2.5 times its forward, and a
-decoding step attends to T keys.
+Every model is built at full size on the meta device (shapes without numbers: no GPU or memory) and run there,
+every product counted by torch's formulas. Conventions are the paper's (§4.5): the LM head is left out, causal
+attention counts as half of the T x T products in training and prefill, its backward as 2.5 times its forward,
+and a decoding step attends to T keys.
 
 Two accountings:
 
@@ -16,9 +16,11 @@ paper   What the paper's numbers contain. Prefill is n passes of all L blocks an
         passes of L blocks and n + 3 pools forward; backward goes through n_g·L - (n_g - 1) blocks and
         n_g + 1 pools, less the last group's last one, which nobody reads. What a block and a pool cost is
         measured on the model; only how often they run is the paper's. For LCKV see `sandwich_accounting`.
-lean    What our passes do, counted as they run. Only a position's last update runs the last block, the pool
-        is never evaluated twice, and entries that nobody reads are not made. `recompute` is the forward work
-        that backward repeats when each group is recomputed (recompute: group), apart from the rest.
+lean    What our passes do: the costs of block and pool, as often as the plan of the passes has them
+        (model/work.py); a test compares that with counting whole steps. Only a position's last update runs
+        the last block, the pool is never evaluated twice, and entries that nobody reads are not made.
+        `recompute` is the forward work that backward repeats when each group is recomputed (recompute:
+        group), apart from the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 
@@ -47,7 +49,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from wm_ds.config.load import load
@@ -56,7 +58,8 @@ from wm_ds.errors import run_cli
 from wm_ds.families import build_model, model_config
 from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
 from wm_ds.model.modeling import CACHE_FIELD
-from wm_ds.model.work import pass_counts
+from wm_ds.model.work import Count, pass_counts, plan
+from wm_ds.plan.meta_run import MetaTracker
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER_MODELS = ["vanilla_16l", "vanilla_24l", "vanilla_32l", "lckv_w4", "lckv_w7", "wm_k8", "wm_k16"]
@@ -117,16 +120,38 @@ class Account:
         return _Attention.apply(self, query, key, value)
 
 
+class Products(MetaTracker):
+    """FLOPs of the products that run inside, by torch's own formulas, on meta tensors.
+
+    torch's FlopCounterMode gives the same sum and tells modules apart, for which it takes many times as long.
+    """
+
+    known: ClassVar[dict[Any, tuple | None]] = {}  # MetaTracker's results, for all counts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results, self.flops = self.known, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def count(run: Callable[[], Any], account: Account) -> float:
     """FLOPs of `run()` on meta tensors, attention by `account` (a backward pass: its forward's account)."""
     before = account.flops
     # A patch, because a torch-function mode is off inside backward, where layers are recomputed.
     with (
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", account.attend),
-        FlopCounterMode(display=False) as products,
+        Products() as products,
     ):
         run()
-    return products.get_total_flops() + account.flops - before
+    return products.flops + account.flops - before
 
 
 def on_meta(config: Config, length: int) -> PreTrainedModel:
@@ -177,31 +202,80 @@ def prefill(lm: PreTrainedModel, length: int) -> float:
 def report(name: str, lm: PreTrainedModel, length: int = 2048) -> Report:
     """Both accountings of a model on the meta device, at sequences of `length` tokens."""
     step = decode(lm, length)
-    ahead, back = train(lm, length)
-    lean = Flops((ahead + back) / length, prefill(lm, length) / length, step)
-    if not isinstance(lm, WhiteMatterForCausalLM):
-        return Report(name, length, lean, lean, 0.0)
-    lm.model.recompute = "group"
-    again = sum(train(lm, length)) - ahead - back
-    lm.model.recompute = "none"
-    paper = sandwich_accounting if isinstance(lm, LCKVForCausalLM) else paper_accounting
-    return Report(name, length, paper(lm, length, step), lean, again / length)
-
-
-def paper_accounting(lm: WhiteMatterForCausalLM, length: int, step: float) -> Flops:
-    """The paper's counts of blocks and pools at this model's measured costs of each.
-
-    The costs come out of Jacobi runs of one and two passes with gradient, whose make-up the plan of the
-    passes tells (`pass_counts`): two equations in block and pool, forward and backward alike.
-    """
     config = lm.config
-    layers, n, grad = config.num_hidden_layers, config.no_grad_passes + config.grad_passes, config.grad_passes
+    if not isinstance(lm, WhiteMatterForCausalLM) or not config.feedback:
+        ahead, back = train(lm, length)
+        lean = Flops((ahead + back) / length, prefill(lm, length) / length, step)
+        return Report(name, length, lean, lean, 0.0)
+    sandwich = isinstance(lm, LCKVForCausalLM)
+    costs = sandwich_costs(lm, length) if sandwich else pass_costs(lm, length)
+    paper = sandwich_accounting if sandwich else paper_accounting
+    counts = pass_counts(config.training_schedule(), length, recompute="group")
+    training = costs.forward(counts.forward) + costs.backward(counts.backward)
+    filled = pass_counts(config.prefill_schedule(), length, gradient=False, keep_cache=True)
+    lean = Flops(training / length, costs.forward(filled.forward) / length, step)
+    again = repeated(lm, costs, length) / length
+    return Report(name, length, paper(config, costs, length, step), lean, again)
+
+
+def repeated(lm: WhiteMatterForCausalLM, costs: Costs, length: int) -> float:
+    """FLOPs of the forward work that backward repeats when every step is recomputed.
+
+    A recomputation ends at the last tensor that backward reads, so the last product of a step without a pool
+    is not repeated. What that saves, and what a model repeats outside its passes, is measured on one Jacobi
+    pass, which is one such step.
+    """
+    one, schedule = Schedule.jacobi(1), lm.config.training_schedule()
+    whole, counted = (
+        costs.forward(pass_counts(s, length, recompute="group").repeated) for s in (one, schedule)
+    )
+    plain = sum(train(lm, length, schedule=one))
+    lm.model.recompute = "group"
+    less = whole - (sum(train(lm, length, schedule=one)) - plain)
+    lm.model.recompute = "none"
+    updates = [update for step in plan(schedule, length, gradient=True).steps for update in step]
+    ends = sum(len(u.positions) for u in updates if u.needs_hidden and not u.needs_pool)
+    return counted - less * ends / length
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs, forward and backward, of putting a whole row through one block, the pool, and the rest.
+
+    `depth`: blocks that the passes go through. `rest` runs once: LCKV's layers outside the passes.
+    """
+
+    depth: int
+    block: tuple[float, float]
+    pool: tuple[float, float]
+    rest: tuple[float, float] = (0.0, 0.0)
+
+    def forward(self, count: Count) -> float:
+        """Of so many evaluations."""
+        return count.layers(self.depth) * self.block[0] + count.pools * self.pool[0] + self.rest[0]
+
+    def backward(self, count: Count) -> float:
+        """Of gradient through so many evaluations."""
+        return count.layers(self.depth) * self.block[1] + count.pools * self.pool[1] + self.rest[1]
+
+
+def pass_costs(lm: WhiteMatterForCausalLM, length: int) -> Costs:
+    """From Jacobi runs of one and two passes with gradient, whose make-up the plan of the passes tells
+    (`pass_counts`): two equations in block and pool, forward and backward alike."""
+    layers = lm.config.num_hidden_layers
     one, two = (train(lm, length, schedule=Schedule.jacobi(passes)) for passes in (1, 2))
-    costs = []
+    found = []
     for a, b, (blocks, pools), (more, further) in zip(one, two, *make_up(layers, length)):
         both = blocks * further - more * pools
-        costs.append(((a * further - b * pools) / both, (blocks * b - more * a) / both))
-    (block, pool), (block_back, pool_back) = costs
+        found.append(((a * further - b * pools) / both, (blocks * b - more * a) / both))
+    block, pool = zip(*found)
+    return Costs(layers, block, pool)
+
+
+def paper_accounting(config: Any, costs: Costs, length: int, step: float) -> Flops:
+    """The paper's counts of blocks and pools at this model's measured costs of each."""
+    layers, n, grad = config.num_hidden_layers, config.no_grad_passes + config.grad_passes, config.grad_passes
+    (block, block_back), (pool, pool_back) = costs.block, costs.pool
     training = n * layers * block + (n + 3) * pool
     training += (grad * layers - (grad - 1)) * block_back
     training += (grad + 1 - 1 / config.num_groups) * pool_back
@@ -215,26 +289,32 @@ def make_up(layers: int, length: int) -> list[list[tuple[float, float]]]:
     return [[(part.layers(layers), part.pools) for part in (c.forward, c.backward)] for c in counts]
 
 
-def sandwich_accounting(lm: LCKVForCausalLM, length: int, step: float) -> Flops:
-    """The paper's counts for LCKV: n Jacobi passes of all condensed layers, warm-up layers once.
-
-    A shared KV is made for each pass and once for the cache; n_g of them are differentiated. The measured
-    costs come, as above, from Jacobi runs of one and two passes, and from one with a layer more.
-    """
+def sandwich_costs(lm: LCKVForCausalLM, length: int) -> Costs:
+    """The same from one run more, of a model with a layer more: three equations, warm-up layers the third."""
     config = lm.config
-    condensed, n = len(config.condensed), config.no_grad_passes + config.grad_passes
+    condensed = len(config.condensed)
     with torch.device("meta"):
         deeper = type(lm)(
             type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers + 1})
         )
     one, two = (train(lm, length, schedule=Schedule.jacobi(passes)) for passes in (1, 2))
     more = train(deeper, length, schedule=Schedule.jacobi(1))
-    costs = []
+    found = []
     for a, b, c, (blocks, pools), (twice, further) in zip(one, two, more, *make_up(condensed, length)):
         block = c - a
         shared = (b - a - (twice - blocks) * block) / (further - pools)
-        costs.append((block, shared, a - blocks * block - pools * shared))
-    (block, shared, warm_up), (block_back, shared_back, warm_up_back) = costs
+        found.append((block, shared, a - blocks * block - pools * shared))
+    block, pool, rest = zip(*found)
+    return Costs(condensed, block, pool, rest)
+
+
+def sandwich_accounting(config: Any, costs: Costs, length: int, step: float) -> Flops:
+    """The paper's counts for LCKV: n Jacobi passes of all condensed layers, warm-up layers once.
+
+    A shared KV is made for each pass and once for the cache; n_g of them are differentiated.
+    """
+    condensed, n = len(config.condensed), config.no_grad_passes + config.grad_passes
+    (block, block_back), (shared, shared_back), (warm_up, warm_up_back) = costs.block, costs.pool, costs.rest
     extra = length * 4 * LCKV_PREFIX * config.num_attention_heads * config.head_dim
     block, block_back = block + extra, block_back + 2.5 * extra
     prefill = warm_up + n * condensed * block + (n + 1) * shared

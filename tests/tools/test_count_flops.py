@@ -6,8 +6,11 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from wm_ds.config.load import load
 
@@ -135,3 +138,29 @@ def test_a_missing_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_no_names_means_the_papers_seven_models() -> None:
     assert [f"paper_{name}" for name in tool().PAPER_MODELS] == list(PRINTED)
     assert all((ROOT / "configs" / f"{name}.yaml").exists() for name in PRINTED)
+
+
+@pytest.mark.parametrize("name", ["paper_wm_k8", "paper_lckv_w4"])
+def test_counts_times_costs_are_what_whole_steps_take(name: str) -> None:
+    """The same as running training, prefill and recomputation with all their passes and groups."""
+    narrow = ["model.hidden_size=32", "model.intermediate_size=64", "model.head_dim=16"]
+    narrow += ["model.num_attention_heads=2", "model.num_key_value_heads=1"]
+    if name == "paper_wm_k8":
+        narrow += ["model.num_hidden_layers=3", "model.num_kv_channels=2", "model.num_groups=4"]
+    lm = tool().on_meta(load(ROOT / "configs" / f"{name}.yaml", narrow), 64)
+    found = tool().report(name, lm, 64)
+    once = sum(tool().train(lm, 64))
+    assert found.lean.training * 64 == pytest.approx(once, rel=1e-12)
+    assert found.lean.prefill * 64 == pytest.approx(tool().prefill(lm, 64), rel=1e-12)
+    lm.model.recompute = "group"
+    assert found.recompute * 64 == pytest.approx(sum(tool().train(lm, 64)) - once, rel=1e-12)
+
+
+def test_products_are_counted_as_by_torchs_counter() -> None:
+    lm = tool().on_meta(load(ROOT / "configs" / "paper_vanilla_16l.yaml", ["model.num_hidden_layers=2"]), 32)
+    account = tool().Account(0)
+    ours = tool().count(lambda: tool().forward(lm, 32).last_hidden_state.sum().backward(), account)
+    patch = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", account.attend)
+    with patch, FlopCounterMode(display=False) as theirs:
+        tool().forward(lm, 32).last_hidden_state.sum().backward()
+    assert ours == theirs.get_total_flops() > 0
