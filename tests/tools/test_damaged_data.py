@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -69,3 +70,26 @@ def test_a_tokenizer_that_does_not_exist(packed, tmp_path, capsys, monkeypatch, 
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert ("no such file or folder" in error) == ("/" in name)
+
+
+@pytest.mark.parametrize("tool", ["pack_data", "train_tokenizer", "inspect_shards", "fetch_text"])
+def test_help_loads_no_heavy_package(tool):
+    """--help answers at once: what takes seconds to import is imported when it is needed."""
+    heavy = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "pyarrow",
+        "pandas",
+        "sentencepiece",
+        "matplotlib",
+    }
+    code = (
+        f"import runpy, sys; sys.argv = ['{tool}', '--help']\n"
+        f"try: runpy.run_path('tools/{tool}.py', run_name='__main__')\n"
+        f"except SystemExit as end: print(end.code, "
+        f"sorted(set({sorted(heavy)!r}) & set(sys.modules)))"
+    )
+    result = toy_corpus.run([sys.executable, "-c", code], cwd=toy_corpus.ROOT)
+    assert result.stdout.splitlines()[-1] == "0 []", result.stdout[-300:] + result.stderr[-300:]
