@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from wm_ds.errors import WmError
 from wm_ds.packing.file_kinds import HEAD, InputError, refuse_other_content
 
 # pyarrow has one exception for "damaged" and for "sound, but not by me"; only its words tell them apart.
@@ -18,7 +19,7 @@ _REFUSAL = re.compile(
 )
 
 
-class DamagedColumnsError(Exception):
+class DamagedColumnsError(WmError):
     """The file cannot be read further. args: an explanation."""
 
 

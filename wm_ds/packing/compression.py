@@ -8,6 +8,7 @@ from typing import Any
 
 import zstandard
 
+from wm_ds.errors import WmError
 from wm_ds.packing.file_kinds import HEAD, InputError, refuse_other_content
 
 _LARGEST_WINDOW = 1 << 31  # bytes; more than `zstd --ultra --long=31` uses, and the library's limit
@@ -18,7 +19,7 @@ _MAGIC = {
 }
 
 
-class DamagedError(Exception):
+class DamagedError(WmError):
     """The rest of a file cannot be read.
 
     reason: a word for counts. complete: what was read so far is a whole file, with something behind it.

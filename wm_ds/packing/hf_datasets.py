@@ -10,13 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from wm_ds.errors import WmError
 from wm_ds.packing.columns import is_refusal
 from wm_ds.packing.file_kinds import InputError
 
 DATASET_PREFIX = "hf:"
 
 
-class DatasetReadError(Exception):
+class DatasetReadError(WmError):
     """The loader failed on the data itself: the rest of a shard cannot be read. args: an explanation."""
 
 
