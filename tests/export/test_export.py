@@ -115,11 +115,15 @@ def test_card_tells_the_run(folder):
 
 
 def test_travels_alone(run, folder, tmp_path):
-    """Copied elsewhere, loaded without wm_ds, saved again, loaded again with the first folder gone."""
+    """Copied elsewhere, loaded without wm_ds, saved again, loaded again with the first folder gone.
+
+    Without: its import raises, since an editable installation is found in `python -I`, too.
+    """
     first, second = tmp_path / "model", tmp_path / "again"
     shutil.copytree(folder, first)
     code = (
-        "import sys; from transformers import AutoModelForCausalLM as A, AutoTokenizer as T; "
+        "import sys; sys.modules['wm_ds'] = None; "
+        "from transformers import AutoModelForCausalLM as A, AutoTokenizer as T; "
         "m = A.from_pretrained(sys.argv[1], trust_remote_code=True); m.save_pretrained(sys.argv[2]); "
         "T.from_pretrained(sys.argv[1], trust_remote_code=True).save_pretrained(sys.argv[2])"
     )
