@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,44 +61,60 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    report = measure(args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.output.with_suffix(".json"), report, indent=2)
-    draw(report, args.output.with_suffix(".png"))
+    options = vars(args)
+    output = options.pop("output")
+    report = measure(Question(**options))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(output.with_suffix(".json"), report, indent=2)
+    draw(report, output.with_suffix(".png"))
     print(table(report))
-    print(f"{args.output.with_suffix('.json')} {args.output.with_suffix('.png')}")
+    print(f"{output.with_suffix('.json')} {output.with_suffix('.png')}")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Question:
+    """What is to be measured: see the command line's options of the same names."""
+
+    source: Path
+    data: Path | None
+    sequences: int
+    groups: list[int]
+    chunks: list[int]
+    relaxation: float
+    max_passes: int
+    within: float
+
+
+def measure(question: Question) -> dict[str, Any]:
     """All schedules, as data."""
     for name in ("sequences", "max_passes"):
-        if getattr(args, name) < 1:
+        if getattr(question, name) < 1:
             raise evaluate.EvaluationError(f"--{name.replace('_', '-')} must be at least 1")
-    source = trained.find(args.source)
-    if args.data is None and source.run_dir is None:
+    source = trained.find(question.source)
+    if question.data is None and source.run_dir is None:
         raise evaluate.EvaluationError(
-            f"{args.source} is an exported folder; say with --data which data to use"
+            f"{question.source} is an exported folder; say with --data which data to use"
         )
-    rows = PackedSequences(args.data or source.run.data.sources()[0].path, "holdout")
+    rows = PackedSequences(question.data or source.run.data.sources()[0].path, "holdout")
     device = evaluate.alone().device
     model = source.load(torch.float32, device)
     if not has_passes(model.config):
-        raise evaluate.EvaluationError(f"{args.source} is a model without passes")
+        raise evaluate.EvaluationError(f"{question.source} is a model without passes")
     model.config.use_cache = False
-    bench = Bench(model, source.on_meta().eval(), rows, min(args.sequences, len(rows)), device)
+    bench = Bench(model, source.on_meta().eval(), rows, min(question.sequences, len(rows)), device)
     exact = bench.run(Schedule.exact())
     exact["flops"] = bench.flops(Schedule.exact())
     report: dict[str, Any] = {
         "source": str(source.path),
         "sequences": bench.sequences,
         "length": rows.seq_len,
-        "within": args.within,
+        "within": question.within,
         "exact": exact,
         "schedules": [],
     }
-    for name, make in families(args, rows.seq_len):
+    for name, make in families(question, rows.seq_len):
         print(f"{name} …", file=sys.stderr, flush=True)
-        report["schedules"].append(converge(bench, name, make, exact, args))
+        report["schedules"].append(converge(bench, name, make, exact, question))
     jacobi = next((s for s in report["schedules"] if s["name"] == "Jacobi"), None)
     for entry in report["schedules"]:
         reached = entry["reached"]
@@ -160,17 +177,17 @@ class Bench:
         )
 
 
-def families(args: argparse.Namespace, length: int) -> Iterator[tuple[str, Any]]:
+def families(question: Question, length: int) -> Iterator[tuple[str, Any]]:
     """(name, passes -> schedule) of everything to be measured."""
-    for relaxation in dict.fromkeys([1.0, args.relaxation]):
+    for relaxation in dict.fromkeys([1.0, question.relaxation]):
         note = "" if relaxation == 1.0 else f", relaxed {relaxation:g}"
-        for groups in args.groups:
+        for groups in question.groups:
             if groups <= length:
                 name = "Jacobi" if groups == 1 else f"cyclic g={groups}"
                 yield name + note, lambda n, g=groups, r=relaxation: Schedule.cyclic(g, n, relaxation=r)
         for kind in ("chunked", "wavefront"):
-            for chunk in args.chunks:
-                for groups in args.groups:
+            for chunk in question.chunks:
+                for groups in question.groups:
                     if 1 < groups <= chunk < length:
                         make = getattr(Schedule, kind)
                         yield (
@@ -179,16 +196,14 @@ def families(args: argparse.Namespace, length: int) -> Iterator[tuple[str, Any]]
                         )
 
 
-def converge(
-    bench: Bench, name: str, make: Any, exact: dict[str, Any], args: argparse.Namespace
-) -> dict[str, Any]:
+def converge(bench: Bench, name: str, make: Any, exact: dict[str, Any], question: Question) -> dict[str, Any]:
     """Passes 1, 2, … until the perplexity is near enough, or --max-passes."""
     passes, reached = [], None
-    for number in range(1, args.max_passes + 1):
+    for number in range(1, question.max_passes + 1):
         result = bench.run(make(number))
         result["excess"] = result["perplexity"] / exact["perplexity"] - 1
         passes.append(result)
-        if abs(result["excess"]) <= args.within:
+        if abs(result["excess"]) <= question.within:
             reached = result | {"flops": bench.flops(make(number))}
             break
     residuals = bench.residuals(make(len(passes)))

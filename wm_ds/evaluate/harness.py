@@ -173,11 +173,12 @@ def numbers(name: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, 
 
 def one_line(error: BaseException) -> str:
     """The kind of an exception and the first lines of its text and of its causes' texts."""
-    said, kind = [], type(error).__name__
-    while error is not None:
-        said += str(error).strip().splitlines()[:1]
-        error = error.__cause__
-    return ": ".join([kind, *dict.fromkeys(said)])
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said += str(cause).strip().splitlines()[:1]
+        cause = cause.__cause__
+    return ": ".join([type(error).__name__, *dict.fromkeys(said)])
 
 
 def table(scores: Scores) -> str:

@@ -133,7 +133,7 @@ def states(way: Way) -> States:
         copies = w * total + min(way.gather_bucket, total) * w
     if stage == 0:
         # The reduction flattens all gradients; AdamW's temporaries are smaller than that or about as large.
-        step = 4 * max(min(total, 500_000_000), 3 * (total - muon))
+        step: float = 4 * max(min(total, 500_000_000), 3 * (total - muon))
     else:
         # fp32 gradients of the own part, scaled; Muon's update and its exchange, there and back.
         step = 8 * total * cut + 4 * muon * cut + 12 * min(EXCHANGE_ELEMENTS, muon * cut) + copies
