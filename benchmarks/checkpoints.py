@@ -89,6 +89,7 @@ def one_step(engine: Any, step: int, world: process_group.World) -> float:
 
 def save_phase(world: process_group.World, size: str, folder: str) -> dict[str, Any]:
     from wm_ds.checkpoint.manager import Checkpoints
+    from wm_ds.checkpoint.writer import SavePolicy
     from wm_ds.distributed.host_group import Agreement
 
     engine = engine_of(size, 2, folder, world)
@@ -99,7 +100,7 @@ def save_phase(world: process_group.World, size: str, folder: str) -> dict[str, 
     step, share = 3, 0
     for kind in ("blocking", "background"):
         store = Checkpoints(
-            engine.ds, folder, keep_last=1, background=kind == "background", say=lambda _: None
+            engine.ds, folder, policy=SavePolicy(1, background=kind == "background"), say=lambda _: None
         )
         for _ in range(SAVES + (kind == "background")):
             step += 1

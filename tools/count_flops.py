@@ -346,6 +346,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> int:
+    """The command, its errors as exceptions."""
     arguments = parser().parse_args(argv)
     if arguments.length < 1:
         print(f"error: --length {arguments.length}: a sequence has at least one token", file=sys.stderr)

@@ -88,6 +88,7 @@ class Demo:
             )
 
     def start(self, *command: object, **environment: str) -> subprocess.Popen:
+        """Start a command that the reader can repeat, and print it."""
         words = [str(word) for word in command]
         if words[0] == "python":
             own = Path(sys.executable)
@@ -129,6 +130,7 @@ def run(argv: list[str] | None = None) -> None:
 
 
 def prepare_text(demo: Demo) -> Path:
+    """The text to train on: DEMO_TEXT, or prose that is fetched once."""
     own = os.environ.get("DEMO_TEXT")
     if own:
         source = Path(own).absolute()
@@ -147,6 +149,7 @@ def prepare_text(demo: Demo) -> Path:
 
 
 def tokenize(demo: Demo, source: Path) -> None:
+    """Train the tokenizer and pack the text."""
     if demo.step("tokenizer", [TOKENIZER]):
         shutil.rmtree(TOKENIZER, ignore_errors=True)
         command = ["python", "tools/train_tokenizer.py", "--input", source, "--vocab-size", 4096]
@@ -195,6 +198,7 @@ def train(demo: Demo, steps: int) -> None:
 
 
 def export(demo: Demo) -> None:
+    """Export the run and compare the folder with it."""
     if demo.step("export", [EXPORT / "config.json"]):
         demo.run("python", "tools/export_hf.py", RUN, "--output", EXPORT, "--dtype", "float32")
         demo.done("export")
@@ -206,6 +210,7 @@ def export(demo: Demo) -> None:
 
 
 def evaluate(demo: Demo) -> None:
+    """Held-out perplexity by number of passes."""
     numbers = RUN / "perplexity.json"
     if demo.step("held-out perplexity", [numbers]):
         command = ["python", "-m", "wm_ds.evaluate", "perplexity", RUN, "--sequences", 32, "--exact", 4]

@@ -30,6 +30,7 @@ _BAR = 50  # characters of the longest bar
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,6 +47,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def summary(folder: Path, manifest: dict[str, Any]) -> str:
+    """What the manifest says, as a table."""
     counts = manifest["counts"]
     size = sum((folder / r["name"] / "tokens.bin").stat().st_size for r in manifest["shards"])
     rows = [
@@ -82,6 +84,7 @@ def summary(folder: Path, manifest: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, manifest: dict[str, Any]) -> str:
+    """Read every file and compare it with its checksum; words for people."""
     dtype = shards.token_dtype(manifest["vocab_size"])
     total = sum(r["length"] * dtype.itemsize + r["documents"] * 8 for r in manifest["shards"])
     with Progress("verifying", total, 0) as progress:
@@ -114,6 +117,7 @@ def document_tokens(folder: Path, manifest: dict[str, Any], number: int) -> np.n
 
 
 def shortened(text: str, characters: int) -> str:
+    """The text, or its beginning and how much is left out."""
     if len(text) <= characters:
         return text
     return f"{text[:characters]}... ({len(text) - characters:,} more characters)"
@@ -122,6 +126,7 @@ def shortened(text: str, characters: int) -> str:
 def show_documents(
     folder: Path, manifest: dict[str, Any], numbers: list[int], characters: int
 ) -> Iterator[str]:
+    """The documents of these numbers as text."""
     decode = open_decoder(folder / TOKENIZER)
     for number in numbers:
         ids = document_tokens(folder, manifest, number)
@@ -130,6 +135,7 @@ def show_documents(
 
 
 def show_sequence(folder: Path, split: str, index: int, characters: int) -> Iterator[str]:
+    """One row of a split, document by document."""
     from wm_ds.data.sequences import PackedSequences
 
     sequences = PackedSequences(folder, split)
@@ -176,6 +182,7 @@ def length_histogram(folder: Path, manifest: dict[str, Any]) -> tuple[np.ndarray
 
 
 def histogram_text(counts: np.ndarray, edges: np.ndarray) -> str:
+    """Document lengths as bars of text."""
     lines = ["document lengths in tokens (EOS included)"]
     for count, low, high in zip(counts.tolist(), edges.tolist(), edges[1:].tolist()):
         bar = "#" * round(_BAR * count / max(counts.max(), 1))
@@ -184,6 +191,7 @@ def histogram_text(counts: np.ndarray, edges: np.ndarray) -> str:
 
 
 def histogram_picture(counts: np.ndarray, edges: np.ndarray, path: Path) -> None:
+    """Document lengths as a picture (PNG)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -206,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """The command, its errors as exceptions."""
     args = arguments(argv)
     manifest = shards.load_manifest(args.folder)
     asked = args.documents or args.sequence is not None or args.histogram or args.png

@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """The command, its errors as exceptions."""
     args = parser().parse_args(argv)
     options = vars(args)
     output = options.pop("output")

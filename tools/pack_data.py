@@ -29,6 +29,7 @@ from wm_ds.packing.tokenizer import open_tokenizer
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,6 +125,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def merge_arguments(argv: list[str]) -> argparse.Namespace:
+    """The parsed command line of `merge`."""
     parser = argparse.ArgumentParser(
         prog="pack_data.py merge", description="Verify all shards, write the manifest."
     )
@@ -133,6 +135,7 @@ def merge_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Pack; the manifest where this task was the last one, else None."""
     files = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
     for name in args.input:
         folder = name if os.path.exists(name) else name.removeprefix(DATASET_PREFIX)
@@ -181,6 +184,7 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def run_merge(args: argparse.Namespace) -> dict[str, Any]:
+    """Verify all shards and write the manifest."""
     with Progress("verifying", 0, 0) as progress:
         done = 0
 
@@ -193,6 +197,7 @@ def run_merge(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(manifest: dict[str, Any], output: Path) -> str:
+    """What was packed, in a few lines."""
     counts, bad = manifest["counts"], manifest["bad"]
     lines = [
         f"{output}: {counts['tokens']:,} tokens in {counts['written']:,} documents, "
@@ -224,6 +229,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """The command, its errors as exceptions."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["merge"]:
         args = merge_arguments(argv[1:])

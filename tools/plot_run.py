@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """The command, its errors as exceptions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,6 +89,7 @@ def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
+    """Draw the panels of all runs into `output`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -187,6 +187,7 @@ def fragments_of(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[st
 
 
 def dtype_of(manifest: Manifest, name: str, kind: str) -> torch.dtype:
+    """Type of one tensor of the checkpoint."""
     return getattr(torch, manifest.tensors[name].states[kind].dtype)
 
 
@@ -214,6 +215,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> int:
+    """The command, its errors as exceptions."""
     options = parser().parse_args(argv)
     if (options.ranks is None) != (options.out is None):
         parser().error("--ranks and --out go together")

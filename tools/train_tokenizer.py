@@ -22,6 +22,7 @@ from wm_ds.packing.inputs import Input, InputError, cut, find_inputs
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None = None) -> None:
+    """The command, its errors as exceptions."""
     args = arguments(argv)
     if args.max_bytes < 1:
         raise train_tokenizer.TrainingError(f"--max-bytes {args.max_bytes} must be at least 1")

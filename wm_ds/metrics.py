@@ -102,29 +102,13 @@ class Metrics:
         span = now - self._times[0][0]
         tokens_per_s = sum(t for _, t in list(self._times)[1:]) / span
         eta_s = (self.total - result.step) * span / (len(self._times) - 1)
-        row: dict[str, Any] = {
-            "attempt": self.attempt,
-            "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
+        steps_per_s = (len(self._times) - 1) / span
+        row = self._row(result, steps_per_s) | {
             "tokens": total_tokens,
             "tokens_per_s": round(tokens_per_s, 1),
             "step_s": round(step_s, 4),
-            "time": {"data": round(data_s, 4), **{k: round(v, 4) for k, v in result.seconds.items()}},
         }
-        if result.step <= self._seen_step:  # a kill after the last checkpoint: these steps are taken again
-            row["replayed"] = True
-        steps_per_s = (len(self._times) - 1) / span
-        for name, per_step in self.work.items():
-            row[name] = float(f"{per_step * steps_per_s:.4g}")
-        for name in ("skipped", "spike"):
-            if getattr(result, name) is not None:
-                row[name], row["samples"] = getattr(result, name), result.samples
-        if self._compiles and (seconds := compile_seconds()) > self._compile_s:
-            row["compile_s"] = round(seconds - self._compile_s, 1)
-            log.info("step %d: %s s of it went into torch.compile", result.step, row["compile_s"])
-            self._compile_s = seconds
+        row["time"] = {"data": round(data_s, 4), **row["time"]}
         row.update(extra)
         self._write(row)
         self._scalars(row, result.step)
@@ -144,6 +128,32 @@ class Metrics:
             self._live.update(result.step, text)
         elif result.step % self.every == 0 or result.step in (1, self.total):
             log.info(text)
+
+    def _row(self, result: StepResult, steps_per_s: float) -> dict[str, Any]:
+        """What a step was, by itself."""
+        row: dict[str, Any] = {
+            "attempt": self.attempt,
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": 0,
+            "tokens_per_s": 0.0,
+            "step_s": 0.0,
+            "time": {k: round(v, 4) for k, v in result.seconds.items()},
+        }
+        if result.step <= self._seen_step:  # a kill after the last checkpoint: these steps are taken again
+            row["replayed"] = True
+        for name, per_step in self.work.items():
+            row[name] = float(f"{per_step * steps_per_s:.4g}")
+        for name in ("skipped", "spike"):
+            if getattr(result, name) is not None:
+                row[name], row["samples"] = getattr(result, name), result.samples
+        if self._compiles and (seconds := compile_seconds()) > self._compile_s:
+            row["compile_s"] = round(seconds - self._compile_s, 1)
+            log.info("step %d: %s s of it went into torch.compile", result.step, row["compile_s"])
+            self._compile_s = seconds
+        return row
 
     def evaluation(self, step: int, losses: dict[str, float], tokens: int, seconds: float) -> None:
         """One row for an evaluation: `holdout_loss` and what else was measured beside it."""

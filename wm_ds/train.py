@@ -37,6 +37,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 
 from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
+from wm_ds.checkpoint.writer import SavePolicy
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.deepspeed_json import load_deepspeed
@@ -150,8 +151,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     checkpoints = Checkpoints(
         engine.ds,
         config.run.dir,
-        keep_last=config.checkpoint.keep_last,
-        keep_every=config.checkpoint.keep_every or 0,
+        policy=SavePolicy(config.checkpoint.keep_last, config.checkpoint.keep_every or 0),
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
     )

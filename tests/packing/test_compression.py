@@ -1,6 +1,7 @@
 """gzip and zstandard: what is damage, what is a refusal, and what is simply read."""
 
 import gzip
+from functools import partial
 
 import pytest
 import zstandard
@@ -9,6 +10,9 @@ from wm_ds.packing.compression import DamagedError, decompress
 from wm_ds.packing.documents import PieceReader, Reading
 from wm_ds.packing.file_kinds import InputError
 from wm_ds.packing.inputs import cut, find_inputs
+
+# Without the clock: parameters of tests, which two processes must collect alike.
+gz = partial(gzip.compress, mtime=0)
 
 LINES = b"".join(b'{"text":"record %d"}\n' % number for number in range(10))
 
@@ -49,13 +53,13 @@ def test_every_window_of_the_zstd_program(log, step):
         ("zst", b"\x28\xb5\x2f\xfd\x00\xff" + frame()[6:], "window of 3,840.0 GiB"),
         ("zst", b"\x28\xb5\x2f\xfd\x08" + frame()[5:], "later version of the format"),
         ("zst", b"\x27\xb5\x2f\xfd" + frame()[4:], "version before 0.8"),
-        ("zst", gzip.compress(LINES), "holds gzip data"),
+        ("zst", gz(LINES), "holds gzip data"),
         ("zst", b"\xfd7zXZ\0" + LINES, "holds xz data"),
         ("gz", frame(), "holds zstandard data"),
         ("gz", b"BZh91AY&SY" + LINES, "holds bzip2 data"),
         ("gz", b"PK\x03\x04" + LINES, "holds a zip archive"),
-        ("gz", b"\x1f\x8b\x07" + gzip.compress(LINES)[3:], "compression method 7"),
-        ("gz", b"\x1f\x8b\x08\xe0" + gzip.compress(LINES)[4:], "flags 0xe0"),
+        ("gz", b"\x1f\x8b\x07" + gz(LINES)[3:], "compression method 7"),
+        ("gz", b"\x1f\x8b\x08\xe0" + gz(LINES)[4:], "flags 0xe0"),
     ],
 )
 def test_refusals_name_the_reason(compression, data, words):
@@ -89,7 +93,7 @@ def test_what_follows_the_end_takes_nothing_away(tmp_path, compression, garbage)
 
 def test_damage_is_still_damage():
     with pytest.raises(DamagedError) as damage:
-        decompressed("gz", gzip.compress(LINES)[:-8] + bytes(8))
+        decompressed("gz", gz(LINES)[:-8] + bytes(8))
     assert damage.value.reason == "corrupt_compression"
     data = bytearray(frame(write_checksum=True))
     data[-1] ^= 1
@@ -101,15 +105,15 @@ def test_damage_is_still_damage():
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("a.jsonl", gzip.compress(LINES), "holds gzip data"),
+        ("a.jsonl", gz(LINES), "holds gzip data"),
         ("a.txt", zstandard.compress(LINES), "holds zstandard data"),
-        ("a.jsonl.gz", gzip.compress(gzip.compress(LINES)), "holds gzip data"),
+        ("a.jsonl.gz", gz(gz(LINES)), "holds gzip data"),
         ("a.jsonl", "\ufeff{}".encode("utf-16-le"), "text in UTF-16"),
-        ("a.txt.gz", gzip.compress("\ufefftext".encode("utf-32-le")), "text in UTF-32"),
-        ("a.parquet", gzip.compress(LINES), "holds gzip data"),
+        ("a.txt.gz", gz("\ufefftext".encode("utf-32-le")), "text in UTF-32"),
+        ("a.parquet", gz(LINES), "holds gzip data"),
         ("a.arrow", b"PAR1" + LINES, "holds a parquet file"),
         ("a.json", b'[{"text": "a"},\n{"text": "b"}]', "one JSON array, not one object a line"),
-        ("a.json.gz", gzip.compress(b'\n[\n{"text": "a"}\n]'), "one JSON array, not one object a line"),
+        ("a.json.gz", gz(b'\n[\n{"text": "a"}\n]'), "one JSON array, not one object a line"),
         ("a.jsonl", b'[{"text": "a"}, {"text": "b"}]', "one JSON array, not one object a line"),
         ("a.json", b'{\n  "text": "a"\n}\n', "objects over several lines"),
     ],

@@ -17,6 +17,8 @@ from wm_ds.run.attempt import (
     EXIT_STOP_FILE,
     EXIT_SUPERSEDED,
     Attempt,
+    JobEnd,
+    Patience,
     SupersededError,
     attempts,
     claim,
@@ -29,7 +31,8 @@ pytestmark = pytest.mark.alone
 
 
 def decide(attempt, code=0, job="7", **options):
-    return finish(attempt, job=job, srun_code=code, **{"max_crashes": 5, "max_same_step": 3, **options})
+    patience = Patience(options.pop("max_crashes", 5), options.pop("max_same_step", 3))
+    return finish(attempt, JobEnd(job, code, **options), patience)
 
 
 def _claim_number(folder):

@@ -150,6 +150,7 @@ def run_case(case: dict, world: process_group.World) -> dict:
     from wm_ds.checkpoint.format import Reader
     from wm_ds.checkpoint.layout_proof import LayoutError
     from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
+    from wm_ds.checkpoint.writer import SavePolicy
     from wm_ds.distributed.host_group import Agreement
     from wm_ds.run.attempt import Attempt
     from wm_ds.run.stopping import Stopping
@@ -165,9 +166,9 @@ def run_case(case: dict, world: process_group.World) -> dict:
     store = Checkpoints(
         engine,
         case["dir"],
-        keep_last=case.get("keep_last", 100),
-        keep_every=case.get("keep_every", 0),
-        background=case.get("background", True),
+        policy=SavePolicy(
+            case.get("keep_last", 100), case.get("keep_every", 0), case.get("background", True)
+        ),
         timeout_s=case.get("timeout_s", 60.0),
         attempt=Attempt(Path(case["dir"]), case["attempt"]) if "attempt" in case else None,
         say=say,

@@ -45,10 +45,12 @@ class Listed:
 
 
 def checkpoints_dir(run_dir: str | Path) -> Path:
+    """Where a run's checkpoints lie."""
     return Path(run_dir) / "checkpoints"
 
 
 def step_name(step: int) -> str:
+    """Name of the directory of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
@@ -104,11 +106,7 @@ def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> P
     for partial in leftovers(run_dir):
         say(f"{partial.name}: skipped, its save never ended")
     if not complete:
-        if listed:
-            problems = "; ".join(str(c.problem) for c in listed)
-            raise CheckpointError(
-                f"no checkpoint in {folder} is complete: {problems}; remove {folder} to start at step 0 again"
-            )
+        _refuse_damage(folder, listed)
         if leftovers(run_dir):
             say("the first save of this run never ended: starting at step 0")
         return None
@@ -124,6 +122,14 @@ def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> P
             f"{named.path.name}: taking it"
         )
     return newest.path
+
+
+def _refuse_damage(folder: Path, listed: list[Listed]) -> None:
+    if listed:
+        problems = "; ".join(str(c.problem) for c in listed)
+        raise CheckpointError(
+            f"no checkpoint in {folder} is complete: {problems}; remove {folder} to start at step 0 again"
+        )
 
 
 def _pointed_at(pointer: Path, listed: list[Listed], run_dir: str | Path) -> Listed:
@@ -170,10 +176,12 @@ def clean_up(run_dir: str | Path) -> None:
 
 
 def partial_path(run_dir: str | Path, step: int, token: str) -> Path:
+    """Where attempt `token` writes the checkpoint of `step` before it is published."""
     return checkpoints_dir(run_dir) / f"{step_name(step)}.partial-{token}"
 
 
 def next_sequence(run_dir: str | Path) -> int:
+    """The number of the next save of this run."""
     return 1 + max((c.sequence for c in list_checkpoints(run_dir)), default=0)
 
 

@@ -68,6 +68,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole tensor."""
         return int(torch.Size(self.shape).numel())
 
 
@@ -86,6 +87,7 @@ class Manifest:
         return sum(record["size"] for record in self.files.values())
 
     def to_json(self) -> str:
+        """As it is written."""
         names = list(self.files)
         index = {name: i for i, name in enumerate(names)}
         tensors = {

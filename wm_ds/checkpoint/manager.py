@@ -31,11 +31,12 @@ from wm_ds.checkpoint.format import (
     verify,
 )
 from wm_ds.checkpoint.layout_proof import prove
-from wm_ds.checkpoint.writer import Saved, Writer
+from wm_ds.checkpoint.writer import Saved, SavePolicy, Writer
 from wm_ds.distributed.host_group import Agreement, RankError
 from wm_ds.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
+_DEFAULT = SavePolicy()
 
 __all__ = [
     "CheckpointError",
@@ -56,9 +57,7 @@ class Checkpoints:
     Args:
         engine: the DeepSpeed engine, at an optimizer step's boundary whenever a method is called.
         run_dir: checkpoints go to RUN_DIR/checkpoints, on a file system that all ranks share.
-        keep_last: how many of the newest checkpoints stay, at least 1.
-        keep_every: checkpoints at multiples of this many steps stay as well; 0 for none.
-        background: write beside training from a copy in host memory; otherwise write at once, without copy.
+        policy: which checkpoints stay, and how they are written.
         timeout_s: how long ranks wait for one another before a save or load counts as failed.
         attempt: this launch of the run, where several may follow each other (see attempt.py): once a newer
             one has begun, this one publishes nothing any more.
@@ -72,15 +71,11 @@ class Checkpoints:
         engine: Any,
         run_dir: str | Path,
         *,
-        keep_last: int = 3,
-        keep_every: int = 0,
-        background: bool = True,
+        policy: SavePolicy = _DEFAULT,
         timeout_s: float = 600.0,
         attempt: Attempt | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}, must be 1 or more")
         self.run_dir = Path(run_dir)
         self._engine = engine
         self._agreement = Agreement(timeout_s)
@@ -91,9 +86,7 @@ class Checkpoints:
             self._state,
             self._agreement,
             self.run_dir,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            background=background,
+            policy=policy,
             attempt=attempt,
             say=self._say,
         )
@@ -290,7 +283,9 @@ class Checkpoints:
 
 def save(engine: Any, run_dir: str | Path, step: int, client_state: dict[str, Any], **options: Any) -> Path:
     """Save once and wait until it is published; for scripts. `options` as for `Checkpoints`."""
-    saved = Checkpoints(engine, run_dir, background=False, **options).save(step, client_state)
+    saved = Checkpoints(engine, run_dir, policy=SavePolicy(background=False), **options).save(
+        step, client_state
+    )
     assert saved is not None
     assert saved.path is not None
     return saved.path

@@ -51,6 +51,7 @@ class Saved:
 
     @property
     def stall_s(self) -> float:
+        """Seconds for which training stood still."""
         return self.waited_s + self.snapshot_s + (0.0 if self.background else self.write_s)
 
 
@@ -70,6 +71,22 @@ class _Job:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class SavePolicy:
+    """Which checkpoints stay, and how they are written. Raises ValueError where none would stay."""
+
+    keep_last: int = 3
+    """How many of the newest stay, at least 1."""
+    keep_every: int = 0
+    """Those at multiples of this many steps stay as well; 0 for none."""
+    background: bool = True
+    """Written beside training from a copy in host memory; otherwise at once, without copy."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last is {self.keep_last}, must be 1 or more")
+
+
 class Writer:
     """Saves of one engine, one in flight. `state` and `agreement` are the training thread's."""
 
@@ -79,14 +96,12 @@ class Writer:
         agreement: Agreement,
         run_dir: Path,
         *,
-        keep_last: int,
-        keep_every: int,
-        background: bool,
+        policy: SavePolicy,
         attempt: Attempt | None,
         say: Callable[[str], None],
     ) -> None:
         self.run_dir = run_dir
-        self.keep_last, self.keep_every, self.background = keep_last, keep_every, background
+        self.policy = policy
         self.timeout_s = agreement.timeout_s
         self.rank, self.world = agreement.rank, agreement.world
         self.on_disk_step: int | None = None  # the step that is saved already, here or by who went before
@@ -106,7 +121,7 @@ class Writer:
     def start(self, step: int, client_state: dict[str, Any], *, waited_s: float, wait: bool) -> Saved:
         """Take the snapshot and start the write. With `wait` there is no snapshot: written on return."""
         started = time.perf_counter()
-        background = self.background and not wait and self._fits_in_memory()
+        background = self.policy.background and not wait and self._fits_in_memory()
         token = "x" if self._attempt is None else f"{self._attempt.number:04d}"
         partial = partial_path(self.run_dir, step, token)
         job = _Job(step, client_state, rng.capture(), self._state.update_counts(), partial)
@@ -258,7 +273,7 @@ class Writer:
             shutil.rmtree(job.partial, ignore_errors=True)
             return "", f"save of step {job.step} failed: {error}"
         try:
-            prune(self.run_dir, keep_last=self.keep_last, keep_every=self.keep_every)
+            prune(self.run_dir, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every)
         except OSError as error:  # an old checkpoint too many is no reason to end a run
             self._say(f"checkpoint: could not remove old checkpoints ({error})")
         return str(path), None

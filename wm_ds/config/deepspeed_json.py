@@ -29,6 +29,7 @@ class Whole:
 
     @property
     def meaning(self) -> str:
+        """What a value must be, in words."""
         return f"a whole number from {self.least} on" + (' or "auto"' if self.auto else "")
 
     def read(self, value: Any) -> Any:
@@ -49,6 +50,7 @@ class Bool:
     meaning = "true or false"
 
     def read(self, value: Any) -> Any:
+        """`value` itself. Raises ValueError where it is another kind."""
         if not isinstance(value, bool):
             raise ValueError
         return value
@@ -62,10 +64,12 @@ class OneOf:
 
     @property
     def meaning(self) -> str:
+        """What a value must be, in words."""
         *first, last = (json.dumps(v) for v in self.values)
         return f"{', '.join(first)} or {last}"
 
     def read(self, value: Any) -> Any:
+        """`value` itself. Raises ValueError where it is none of them."""
         # 2.0 and true equal 2 and 1 in Python.
         if not any(type(v) is type(value) and v == value for v in self.values):
             raise ValueError
@@ -79,6 +83,7 @@ class Names:
     meaning = 'a list of names such as ["all_reduce"]'
 
     def read(self, value: Any) -> Any:
+        """`value` itself. Raises ValueError where it is another kind."""
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise ValueError
         return value

@@ -378,6 +378,7 @@ class PrefetchIterator:
         return batch
 
     def close(self) -> None:
+        """Stop reading ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pending.clear()

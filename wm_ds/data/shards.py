@@ -79,6 +79,7 @@ def content(manifest: dict[str, Any]) -> str:
 
 
 def shard_name(index: int) -> str:
+    """Folder of a shard."""
     return f"shard-{index:06d}"
 
 

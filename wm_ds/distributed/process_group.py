@@ -32,6 +32,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -205,6 +206,7 @@ class Clock:
 
     @contextlib.contextmanager
     def of(self, part: str) -> Iterator[None]:
+        """Time what runs inside as `part`."""
         start = self._now()
         yield
         self._marks.append((part, start, self._now()))

@@ -105,6 +105,7 @@ class HeadLoss(nn.Module):
     """
 
     def forward(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
+        """Sum of the cross-entropies of hidden states [B, T, D] under the head [V, D]."""
         return cross_entropy_sum(hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
 
 
@@ -124,6 +125,7 @@ class TokenLoss(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor, **model_arguments: Any
     ) -> Tensor:
+        """Sum of the cross-entropies over all valid labels; arguments [B, T]."""
         hidden_BTD = self.hidden(input_ids, document_ids, **model_arguments)
         return self.head_loss(hidden_BTD, self.lm.get_output_embeddings().weight, labels)
 

@@ -56,6 +56,7 @@ class PieceReader:
         self._hash = hashlib.sha256()
 
     def digest(self) -> str:
+        """sha256 of what was read so far."""
         return self._hash.hexdigest()
 
     def __iter__(self) -> Iterator[Record]:

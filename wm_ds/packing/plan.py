@@ -68,12 +68,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
+    """Everything that is decided before the first document is read."""
+
     settings: Settings
     inputs: list[Input]
     units: list[list[Piece]]
     tokenizer: TokenizerSpec
 
     def bytes_of(self, units: list[int]) -> int:
+        """Bytes of input in some units."""
         return sum(piece.size for number in units for piece in self.units[number])
 
     def description(self) -> dict[str, Any]:

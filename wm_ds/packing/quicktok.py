@@ -88,6 +88,7 @@ class QuicktokEncoder:
         self._replaced = re.compile("|".join(markers)) if markers else None
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See Encoder.encode."""
         if self._replaced is None or not any(map(self._replaced.search, texts)):
             return self._fast.encode_batch(texts, 1)
         if self._reference is None:

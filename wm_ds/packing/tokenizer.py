@@ -46,6 +46,8 @@ class TokenizerSpec:
 
 
 class Encoder(Protocol):
+    """What turns texts into ids."""
+
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Concatenated ids (uint32), offsets int64 [len(texts)+1]: text i is ids[offsets[i]:offsets[i+1]]."""
         ...
@@ -144,6 +146,7 @@ def _open_sentencepiece(name: str, eos: str | None) -> TokenizerSpec:
 
 
 def make_encoder(spec: TokenizerSpec) -> Encoder:
+    """The encoder of a tokenizer, for this process."""
     if spec.kind == "sentencepiece":
         return _SentencePieceEncoder(spec)
     if spec.kind == "python":
@@ -162,6 +165,8 @@ def flatten(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TokenizersEncoder:
+    """Encodes with a tokenizer.json."""
+
     def __init__(self, spec: TokenizerSpec) -> None:
         from tokenizers import Tokenizer
 
@@ -173,6 +178,7 @@ class TokenizersEncoder:
         self._tokenizer.no_padding()
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See Encoder.encode."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return flatten([encoding.ids for encoding in encodings])
 

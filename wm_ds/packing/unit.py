@@ -279,6 +279,7 @@ def sample(plan: Plan, units: int = 16, characters: int = 1 << 16) -> list[str]:
 
 
 def default_workers() -> int:
+    """As many as this process may use cores."""
     return len(os.sched_getaffinity(0))
 
 
@@ -304,10 +305,12 @@ def _lock(root: Path, task: int) -> Iterator[None]:
 
 
 def task_units(plan: Plan, task: int, tasks: int) -> list[int]:
+    """The units of one of several tasks."""
     return list(range(task, len(plan.units), tasks))
 
 
 def unpublished(root: Path, numbers: list[int]) -> list[int]:
+    """Those of the units that have no shard yet."""
     return [number for number in numbers if not (root / shards.shard_name(number)).is_dir()]
 
 

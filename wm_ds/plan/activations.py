@@ -60,6 +60,7 @@ class PretendedShard(Shard):
         self.ranks = ranks
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """See Shard; as much memory, nothing sent."""
         return x.contiguous().clone()
 
 

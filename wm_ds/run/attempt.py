@@ -61,6 +61,7 @@ class Attempt:
     number: int
 
     def path(self, suffix: str) -> Path:
+        """The attempt's file with this suffix."""
         return self.run_dir / "attempts" / f"{self.number:04d}.{suffix}"
 
     def superseded(self) -> bool:
@@ -221,25 +222,38 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def finish(
-    attempt: Attempt,
-    *,
-    job: str,
-    srun_code: int,
-    max_crashes: int,
-    max_same_step: int,
-    restarts: int = 0,
-    not_started: bool = False,
-    check_failed: bool = False,
-    asked_to_stop: bool = False,
-) -> Verdict:
+class Patience(NamedTuple):
+    """How often a job is started again."""
+
+    max_crashes: int = 5
+    """Crashes of one job that are retried."""
+    max_same_step: int = 3
+    """So many in a row at the same step are the data's fault or the program's, and no repetition helps."""
+
+
+class JobEnd(NamedTuple):
+    """How a job ended, as the batch script saw it."""
+
+    job: str
+    srun_code: int
+    restarts: int = 0
+    """How often SLURM has started this job again so far."""
+    not_started: bool = False
+    """The ranks were not started: a stop was asked for."""
+    check_failed: bool = False
+    """The check of the nodes ended with an error."""
+    asked_to_stop: bool = False
+    """The batch script was sent SIGUSR1."""
+
+
+def finish(attempt: Attempt, end: JobEnd, patience: Patience) -> Verdict:
     """Tell how the attempt ended from what it left in the run directory, note it, and decide what follows.
 
-    `max_crashes` crashes of one job are retried, and fewer when the last `max_same_step` of them came at the
-    same step: then it is the data or the program and no repetition helps. Nor are starts repeated without end
-    that were asked to stop (`asked_to_stop`: at the time limit) before they had taken a step.
+    Starts are not repeated without end that were asked to stop (at the time limit) before they had taken a
+    step.
     """
-    run_dir = attempt.run_dir
+    run_dir, job, srun_code, max_same_step = attempt.run_dir, end.job, end.srun_code, patience.max_same_step
+    not_started, check_failed = end.not_started, end.check_failed
     if attempt.superseded():
         return Verdict("exit", EXIT_SUPERSEDED, "a newer attempt has taken over the run directory")
     done, stopped = _read(run_dir / "done"), _read(run_dir / "stopped")
@@ -249,7 +263,7 @@ def finish(
     if stopped is not None and srun_code == 0:
         reason, step = stopped.get("reason"), stopped.get("step")
         idle = step is not None and step == stopped.get("began")
-        asked = asked_to_stop or reason in ("SIGUSR1", "time limit")
+        asked = end.asked_to_stop or reason in ("SIGUSR1", "time limit")
         attempt.record_end(
             result="stopped", job=job, step=step, reason=reason, clean=True, no_progress=idle and asked
         )
@@ -268,7 +282,7 @@ def finish(
             job=job,
             reason="before the ranks started",
             clean=True,
-            no_progress=asked_to_stop,
+            no_progress=end.asked_to_stop,
         )
         return _go_on(run_dir, job, max_same_step, "stopped before the ranks started")
     code = EXIT_CHECK_FAILED if check_failed else int(failure.get("exit_code") or srun_code or 1)
@@ -278,9 +292,9 @@ def finish(
     where = (
         f"crash {len(crashes)} of job {job}, {'before the first step' if step is None else f'at step {step}'}"
     )
-    if (stop := _retry_is_useless(code, restarts, crashes, max_crashes, max_same_step)) is not None:
+    if (stop := _retry_is_useless(code, end.restarts, crashes, patience)) is not None:
         return Verdict("exit", code, f"{where}: {stop}")
-    return Verdict("requeue", code, f"{where}; up to {max_crashes} are retried")
+    return Verdict("requeue", code, f"{where}; up to {patience.max_crashes} are retried")
 
 
 def _go_on(run_dir: Path, job: str, most: int, how: str) -> Verdict:
@@ -305,9 +319,8 @@ def _crashes(run_dir: Path, job: str) -> list[dict]:
     return [end for end in _ends(run_dir, job) if end.get("result") == "crash"]
 
 
-def _retry_is_useless(
-    code: int, restarts: int, crashes: list[dict], max_crashes: int, max_same_step: int
-) -> str | None:
+def _retry_is_useless(code: int, restarts: int, crashes: list[dict], patience: Patience) -> str | None:
+    max_crashes, max_same_step = patience
     # At the first start somebody is watching, and has made a mistake; a run of weeks goes on trying.
     if code == 2 and restarts == 0:
         return "not retried, the configuration or the launch was refused (exit code 2)"
@@ -359,6 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(arguments: list[str] | None = None) -> int:
+    """The command, its errors as exceptions."""
     parser = argparse.ArgumentParser(prog="python -m wm_ds.run.attempt", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser(
@@ -391,17 +405,15 @@ def run(arguments: list[str] | None = None) -> int:
             print(mine.path("json").with_suffix(""))  # of which the batch script makes the names of its files
             return 0
         attempt = Attempt(options.run_dir, options.number)
-        verdict = finish(
-            attempt,
+        end_of_job = JobEnd(
             job=options.job,
             srun_code=options.srun_code,
-            max_crashes=options.max_crashes,
-            max_same_step=options.max_same_step,
             restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             not_started=options.not_started,
             check_failed=options.check_failed,
             asked_to_stop=options.asked_to_stop,
         )
+        verdict = finish(attempt, end_of_job, Patience(options.max_crashes, options.max_same_step))
         if verdict.code not in (0, EXIT_SUPERSEDED, EXIT_STOP_FILE, EXIT_NO_PROGRESS):
             for line in failure_report(attempt, options.run_dir / "logs"):
                 print(line, file=sys.stderr)

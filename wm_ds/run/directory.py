@@ -121,7 +121,7 @@ def record(config: Config, deepspeed: dict[str, Any], world: World, known: dict[
 
 def environment(world: World) -> dict[str, Any]:
     """Versions, machine and code state, for the record."""
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("torch", "deepspeed", "transformers", "numpy", "safetensors", "tokenizers"):
         try:
             packages[name] = version(name)

@@ -134,6 +134,7 @@ class Check:
         self.store: dist.TCPStore | None = None
 
     def left(self) -> timedelta:
+        """Time until the deadline."""
         return timedelta(seconds=max(0.1, self.deadline - time.monotonic()))
 
     def nodes(self) -> list[str]:
@@ -145,6 +146,7 @@ class Check:
             return ["an unknown node"] * self.size
 
     def report(self) -> dict:
+        """What this rank found."""
         problems = gpu_problems(self.local_rank, self.local_world, self.options.min_gpu_gib)
         first = self.local_rank == 0
         if first:
@@ -270,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(arguments: list[str] | None = None) -> int:
+    """The command, its errors as exceptions."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # rank.sh ignores it until a trainer handles it; we do not
     parser = argparse.ArgumentParser(prog="python -m wm_ds.launch_check", description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
