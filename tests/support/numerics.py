@@ -28,8 +28,6 @@ class Case:
     """One engine and its steps."""
 
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 0})
-    json: dict[str, Any] = field(default_factory=dict)
-    """The rest of DeepSpeed's JSON."""
     family: str = "vanilla"
     tied: bool = False
     accumulation: int = 1
@@ -53,6 +51,8 @@ class Case:
     ns_dtype: str = "float32"
     lr: float = 1e-2
     seed: int = 0
+    json: dict[str, Any] = field(default_factory=dict)
+    """The rest of DeepSpeed's JSON."""
 
 
 def offload(stage: int, *parts: str) -> dict[str, Any]:
