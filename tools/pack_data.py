@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wm_ds.errors import run_cli
-from wm_ds.packing import unit
+from wm_ds.packing import workers
 from wm_ds.packing.bad_records import BadRecords
 from wm_ds.packing.hf_datasets import DATASET_PREFIX
 from wm_ds.packing.inputs import find_inputs
@@ -104,7 +104,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "truncated compressed files: stop at the first, or leave out and count (default fail)",
     )
     add("--allow-truncated", action="store_true", help="take what a truncated compressed file still holds")
-    add("--workers", type=int, default=unit.default_workers(), help="processes (default: usable cores)")
+    add("--workers", type=int, default=workers.default_workers(), help="processes (default: usable cores)")
     add(
         "--shard-bytes",
         type=int,
@@ -157,10 +157,10 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
     )
     plan = make_plan(files, tokenizer, settings)
     tasks = args.tasks or 1
-    units = unit.task_units(plan, args.task, tasks)
-    todo = unit.unpublished(args.output, units)
+    units = workers.task_units(plan, args.task, tasks)
+    todo = workers.unpublished(args.output, units)
     with Progress("packing", plan.bytes_of(todo), len(todo)) as progress:
-        done = unit.pack(
+        done = workers.pack(
             plan,
             args.output,
             bad=BadRecords(args.on_bad_record == "skip", args.allow_truncated),
@@ -231,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None = None) -> None:
     """The command, its errors as exceptions."""
     argv = sys.argv[1:] if argv is None else argv
+    manifest: dict[str, Any] | None
     if argv[:1] == ["merge"]:
         args = merge_arguments(argv[1:])
         manifest = run_merge(args)

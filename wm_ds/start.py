@@ -17,7 +17,8 @@ from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data import shards
-from wm_ds.data.sequences import GlobalBatches, PackedSequences
+from wm_ds.data.loader import GlobalBatches
+from wm_ds.data.sequences import PackedSequences
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support import toy_corpus
 from wm_ds.data import shards, shuffle
-from wm_ds.data.sequences import GlobalBatches, PackedSequences
+from wm_ds.data.loader import GlobalBatches
+from wm_ds.data.sequences import PackedSequences
 
 SEQ = 8
 

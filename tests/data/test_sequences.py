@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support import toy_corpus
 from wm_ds.data import shards
-from wm_ds.data.sequences import GlobalBatches, PackedSequences, evaluation_batches, shift_labels
+from wm_ds.data.loader import GlobalBatches
+from wm_ds.data.sequences import PackedSequences, evaluation_batches, shift_labels
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_training_goes_on_from_there(run, folder, tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    from wm_ds.data.sequences import GlobalBatches
+    from wm_ds.data.loader import GlobalBatches
     from wm_ds.engine.loss import TokenLoss
 
     batches = GlobalBatches([{"path": str(run.parent / "packed"), "weight": 1.0}], global_batch=8, seed=0)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.support import toy_corpus
 from tests.support.toy_corpus import EOS, documents, pack, pack_process, packed_bytes, run, write_jsonl
 from wm_ds.data import shards
-from wm_ds.packing import unit as packing
+from wm_ds.packing import workers as packing
 from wm_ds.packing.tokenizer import open_decoder
 
 

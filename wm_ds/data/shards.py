@@ -75,6 +75,7 @@ def content(manifest: dict[str, Any]) -> str:
         [record[name] for name in ("length", "sha256_tokens", "sha256_ends")] for record in manifest["shards"]
     ]
     said = {name: manifest[name] for name in names} | {"shards": rows}
+    said["holdout_by"] = manifest.get("holdout_by", "row")
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -43,10 +43,9 @@ def decompress(name: str, compression: str, raw_blocks: Iterator[bytes]) -> Iter
     for raw in raw_blocks:
         while raw:
             if decompressor is None:
-                if compression == "gz" and members:
-                    raw = raw.lstrip(b"\0")  # tape padding between members, as gzip allows it
-                    if not raw:
-                        break
+                raw = _next_member(compression, members, raw)
+                if not raw:
+                    break
                 decompressor, head = _decompressor(compression), b""
             head += raw[: HEAD - len(head)]
             try:
@@ -63,6 +62,11 @@ def decompress(name: str, compression: str, raw_blocks: Iterator[bytes]) -> Iter
         if not _begins_a_member(compression, head):
             raise _damage(name, compression, head, members, "it ends early")
         raise DamagedError("truncated", f"the {_NAMES[compression]} data ends before its end mark")
+
+
+def _next_member(compression: str, members: int, raw: bytes) -> bytes:
+    """What follows `members` whole ones, without the tape padding that gzip allows between them."""
+    return raw.lstrip(b"\0") if compression == "gz" and members else raw
 
 
 def _decompressor(compression: str) -> Any:

@@ -27,8 +27,9 @@ def merge(root: Path, *, verify: bool, report: Callable[[int], None] | None = No
         raise PackError(f"{root} has no {PLAN}: nothing was packed there")
     plan = read_plan(root)
     total = plan["units"]
-    records = [shards.read_record(root, shards.shard_name(number)) for number in range(total)]
-    missing = [number for number, record in enumerate(records) if record is None]
+    found = [shards.read_record(root, shards.shard_name(number)) for number in range(total)]
+    records = [record for record in found if record is not None]
+    missing = [number for number, record in enumerate(found) if record is None]
     if missing:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise PackError(

@@ -179,7 +179,10 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     for name in ("format", "version"):
         if old[name] != new[name]:
             yield f"{name} was {old[name]!r}, is now {new[name]!r}"
-    before, after = ({item["name"]: item for item in side["inputs"]} for side in (old, new))
+    yield from _input_differences(*({item["name"]: item for item in side["inputs"]} for side in (old, new)))
+
+
+def _input_differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for name in before.keys() | after.keys():
         if name not in after:
             yield f"input {name} is missing now"

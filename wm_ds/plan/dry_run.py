@@ -10,7 +10,8 @@ from transformers.initialization import no_init_weights
 
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config
-from wm_ds.data.sequences import GlobalBatches, PackedSequences
+from wm_ds.data.loader import GlobalBatches
+from wm_ds.data.sequences import PackedSequences
 from wm_ds.distributed.process_group import launch_size
 from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
