@@ -107,7 +107,7 @@ MAY_IMPORT = {
     "plan": {"config", "data", "distributed", "engine", "families", "model", "optim"},
     "trained": {"checkpoint", "config", "data", "families", "run"},
     "metrics": {"config", "distributed", "engine", "plan", "run"},
-    "export": {"checkpoint", "families", "files", "model", "packing", "trained"},
+    "export": {"checkpoint", "data", "engine", "families", "files", "model", "packing", "trained"},
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
     },

@@ -42,6 +42,7 @@ from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.data import shards
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
@@ -64,6 +65,7 @@ from wm_ds.run.watchdog import Watchdog
 from wm_ds.start import accept, choose, claim, on_main, open_data
 
 log = logging.getLogger("wm_ds.train")
+PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
 REFUSED = (ConfigError, SetupError, ShardError, LayoutError)
 
 
@@ -190,7 +192,8 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
             reason = stopping.check(save_failed=checkpoints.failed)
             if due(config.checkpoint.every, engine.steps, total) or reason is not None:
                 last = engine.steps == total or reason is not None
-                checkpoints.save(engine.steps, {"engine": engine.state_dict()}, wait=last)
+                state = {"engine": engine.state_dict(), "holdout": probe(config, engine, holdout)}
+                checkpoints.save(engine.steps, state, wait=last)
                 metrics.pause()
     how: dict[str, Any] = {"step": engine.steps, "began": began}
     if engine.steps < total:
@@ -203,6 +206,18 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
 def due(every: int | None, step: int, total: int) -> bool:
     """Whether something done every `every` steps, and at the end, is due after `step`."""
     return step == total or (every is not None and step % every == 0)
+
+
+def probe(config: Config, engine: Engine, holdout: PackedSequences) -> dict[str, Any]:
+    """The loss of a few held-out rows now, for the checkpoint: an export must come to it again."""
+    loss, tokens = engine.evaluate(list(evaluation_batches(holdout, *engine.data_rank, 1, PROBE_ROWS)))
+    return {
+        "rows": min(PROBE_ROWS, len(holdout)),
+        "loss": loss,
+        "tokens": tokens,
+        "precision": config.precision,
+        "content": shards.content(holdout.manifest),
+    }
 
 
 def evaluate(config: Config, engine: Engine, holdout: PackedSequences, metrics: Metrics) -> None:

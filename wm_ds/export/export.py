@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from wm_ds import model as model_package
 from wm_ds.checkpoint.format import verify
 from wm_ds.export import model_card
+from wm_ds.export.holdout import check_holdout
 from wm_ds.export.tokenizer import ExportError, agree_on_ids, copy_tokenizer
 from wm_ds.export.verify import check
 from wm_ds.export.weights import write_weights
@@ -72,6 +73,7 @@ def export(
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
         (part / "README.md").write_text(model_card.render(facts, config))
         check(source, part, dtype, say)
+        check_holdout(source, dtype, say)
         (part / UNCHECKED).rename(part / "config.json")
         _publish(part, output)
     except BaseException:
