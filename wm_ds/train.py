@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--dry-run", action="store_true", help="check everything and print the run, train nothing"
     )
+    found.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="T",
+        help="with --dry-run: plan for rows of T tokens, without data",
+    )
     return found
 
 
@@ -96,10 +102,13 @@ def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
     validate.check_against_deepspeed(config, json)
     check_sinks(config)
     if options.dry_run:
-        from wm_ds.plan.dry_run import dry_run
+        from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
 
-        print(dry_run(config, json, *open_data(config)))
+        length = options.seq_len
+        print(dry_run(config, json, assumed_rows(config, length) if length else rows_of(*open_data(config))))
         return 0
+    if options.seq_len is not None:
+        raise ConfigError("--seq-len goes with --dry-run; a run's row length is its data's")
     # What the file and the launch contradict is refused before ranks meet and anything is built.
     config.accumulation(process_group.launch_size()[2])
     open_data(config)

@@ -14,7 +14,7 @@ from wm_ds.config import load as configuration
 from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import build_model, model_config
-from wm_ds.plan.dry_run import dry_run
+from wm_ds.plan.dry_run import dry_run, rows_of
 from wm_ds.plan.memory import GIB, configured
 from wm_ds.plan.way import Run
 from wm_ds.start import open_data
@@ -61,7 +61,7 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
 def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, changes: dict[str, Any]):  # noqa: F811
     config = configuration.load(run_file(tmp_path, data, **changes))
     json = load_deepspeed(ROOT / "ds_configs" / f"{deepspeed}.json")
-    shown = section(dry_run(config, json, *open_data(config)), "states by arithmetic")
+    shown = section(dry_run(config, json, rows_of(*open_data(config))), "states by arithmetic")
     batches, _ = open_data(config)
     hf = model_config(config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=0)
     rows = table_for(config, build_model(hf, seed=0))
@@ -101,3 +101,31 @@ def test_every_refusal_of_a_start_is_one_of_the_dry_run(capsys, data, tmp_path, 
         assert captured.err.startswith("error: ")
         assert captured.err.count("\n") == 1
         assert said in captured.err
+
+
+def test_world_size_alone_plans_for_so_many_ranks(capsys, data, tmp_path, monkeypatch):  # noqa: F811
+    """As documented: WORLD_SIZE=64 python -m wm_ds.train … --dry-run, on a machine that starts no rank."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    path = run_file(tmp_path, data)
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    many = ["batch.global_batch=64", "batch.micro_batch=1"]
+    assert train.main([str(path), "--dry-run", *many]) == 0
+    assert "of one of 64 ranks (WORLD_SIZE)" in capsys.readouterr().out
+    for wrong in ("many", "0", "-1"):
+        monkeypatch.setenv("WORLD_SIZE", wrong)
+        assert train.main([str(path), "--dry-run", *many]) == 2
+        assert f"WORLD_SIZE = {wrong!r} is no number of ranks" in capsys.readouterr().err
+
+
+def test_a_run_whose_data_is_not_packed_yet_is_planned_by_its_row_length(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = run_file(tmp_path, tmp_path / "nowhere")
+    assert train.main([str(path), "--dry-run"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert train.main([str(path), "--dry-run", "--seq-len", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "assumed: rows of 32 tokens, 151,936 in the vocabulary" in shown
+    assert shown.rstrip().endswith("but those of the data, which was not opened; nothing was trained")
+    assert train.main([str(path), "--seq-len", "32"]) == 2
+    assert "--seq-len goes with --dry-run" in capsys.readouterr().err

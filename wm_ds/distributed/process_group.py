@@ -36,6 +36,19 @@ class World:
         return self.rank == 0
 
 
+def planned_size() -> int:
+    """How many ranks a dry run is for: WORLD_SIZE, also where no rank is started, 1 without it.
+
+    Raises SetupError where it is no number of ranks.
+    """
+    given = os.environ.get("WORLD_SIZE")
+    if given is None or {"RANK", "LOCAL_RANK"} & os.environ.keys():
+        return launch_size()[2]
+    if not given.isdecimal() or int(given) < 1:
+        raise SetupError(f"WORLD_SIZE = {given!r} is no number of ranks")
+    return int(given)
+
+
 def launch_size() -> tuple[int, int, int]:
     """(rank, local rank, world size) from the environment of torchrun, srun's wrapper or a plain start (0, 0,
     1).
