@@ -106,7 +106,7 @@ MAY_IMPORT = {
     "checkpoint": {"distributed", "files", "optim", "run"},
     "plan": {"config", "data", "distributed", "engine", "families", "model", "optim"},
     "trained": {"checkpoint", "config", "data", "families", "run"},
-    "metrics": {"config", "distributed", "engine", "plan", "run"},
+    "metrics": {"config", "distributed", "engine", "files", "plan", "run"},
     "export": {"checkpoint", "data", "engine", "families", "files", "model", "packing", "trained"},
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -9,6 +10,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,3 +231,113 @@ def test_a_missing_wandb_is_refused_on_all_ranks_and_none_waits(tmp_path):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+class FakeWandb(types.ModuleType):
+    """As much of the package as is called; `fails` happens in init, `log_fails` in log."""
+
+    def __init__(self, fails: Any = None, log_fails: bool = False) -> None:
+        super().__init__("wandb")
+        self.fails, self.log_fails, self.begun, self.logged = fails, log_fails, [], []
+        self.finished = 0
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **options: Any) -> FakeWandb:
+        if isinstance(self.fails, BaseException):
+            raise self.fails
+        if self.fails is not None:
+            self.fails()
+        self.begun.append(options)
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self.log_fails:
+            raise RuntimeError("connection\nlost")
+        self.logged.append(step)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_ids_are_of_the_run_not_of_its_folders_name(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for folder in ("a/run", "b/run", "a/run"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        play(sink(tmp_path / folder, wandb="project"))
+    first, second, again = (options["id"] for options in fake.begun)
+    assert first == again != second
+    assert {(o["name"], o["project"], o["resume"]) for o in fake.begun} == {("run", "project", "allow")}
+    assert fake.logged == [1, 2, 2, 3, 4] * 3
+    assert fake.finished == 3
+
+
+@pytest.mark.parametrize("how", ["no key", "exit", "silence", "later"])
+def test_wandb_is_never_fatal_and_costs_no_minutes(tmp_path, monkeypatch, capsys, how):
+    gone = threading.Event()
+    fails = {"no key": RuntimeError("no API key\nconfigured"), "exit": SystemExit(1), "silence": gone.wait}
+    fake = FakeWandb(fails.get(how), log_fails=how == "later")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics, "WANDB_SECONDS", 0.2 if how == "silence" else 20)
+    play(sink(tmp_path, wandb="project"))
+    gone.set()
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "Weights & Biases" in line]
+    why = {
+        "no key": "no Weights & Biases in this attempt: no API key configured (training goes on",
+        "exit": "no Weights & Biases in this attempt: 1 (training goes on",
+        "silence": "no Weights & Biases in this attempt: no answer within 0.2 s (training goes on",
+        "later": "step 1: no more Weights & Biases: connection lost",
+    }
+    assert len(told) == 1
+    assert why[how] in told[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+class FullDisk:
+    """A raw file whose disk takes `room` bytes, then none; room may be given later."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_a_full_disk_costs_rows_and_one_line_but_not_the_run(tmp_path, capsys):
+    m = sink(tmp_path)
+    disk = m._file = FullDisk(m._file, 100)  # less than a row
+    for step in (1, 2):
+        m.step(result(step), total_tokens=900, data_s=0.5, extra={})
+    disk.room = 10_000
+    m.step(result(3), total_tokens=900, data_s=0.5, extra={})
+    m.close()
+    half, row = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(half) == 100
+    assert json.loads(row)["step"] == 3
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "No space left" in line]
+    why = "metrics.jsonl: No space left on device; training goes on, without rows from step 1 on "
+    why += "until there is room"
+    assert told == [why]
+
+
+def test_tensorboard_that_fails_is_left(tmp_path, monkeypatch, capsys):
+    m = sink(tmp_path, tensorboard=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(m._tensorboard, "add_scalar", full)
+    play(m)
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "TensorBoard" in line]
+    assert len(told) == 1
+    assert "step 1: no more TensorBoard in this attempt" in told[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5

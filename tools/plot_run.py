@@ -98,9 +98,16 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
     panels = [("loss", "loss (nats per token)"), ("lr", "learning rate"), ("grad_norm", "gradient norm")]
     panels += [("tokens_per_s", "tokens per second")]
     with_residuals = any(residuals(rows, x) for rows in runs.values())
-    figure, axes = pyplot.subplots(
-        1, len(panels) + with_residuals, figsize=(4.6 * (len(panels) + with_residuals), 3.6)
+    count = len(panels) + with_residuals
+    columns = min(3, count)
+    lines = -(-count // columns)
+    # Constrained: each legend stands under its own panel, which gives way to it.
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False, layout="constrained"
     )
+    axes = list(grid.flat[:count])
+    for unused in grid.flat[count:]:
+        unused.remove()
     for index, (name, rows) in enumerate(runs.items()):
         color = f"C{index}"
         for axis, (key, title) in zip(axes, panels):
@@ -125,13 +132,12 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
                 axes[-1].plot(*zip(*points), style, color=color, linewidth=1, label=f"{name}, {label}")
             axes[-1].set_title("residual of each pass", fontsize=10)
             axes[-1].set_yscale("log")
-            axes[-1].legend(fontsize=7)
-    axes[0].legend(fontsize=7)
+    for axis in {axes[0], axes[-1]} if with_residuals else {axes[0]}:
+        axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     for axis in axes:
         axis.set_xlabel(x, fontsize=9)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
-    figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     pyplot.close(figure)

@@ -10,9 +10,12 @@ import json
 import logging
 import math
 import re
+import secrets
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,12 @@ from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.compile import compile_seconds
 from wm_ds.engine.engine import StepResult
+from wm_ds.errors import describe, one_line
+from wm_ds.files import write_atomically
 from wm_ds.plan.flops import Flops
 
 log = logging.getLogger(__name__)
+WANDB_SECONDS = 20  # for its server to answer
 WINDOW = 20  # steps over which speed and ETA are averaged
 
 
@@ -68,23 +74,22 @@ class Metrics:
             return
         folder = Path(config.run.dir)
         self._seen_step = last_step(folder / "metrics.jsonl")
-        # Append, line by line: an earlier attempt's rows stay, and a kill costs at most a half line, which
-        # readers drop.
-        self._file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        if self._file.tell() and not _ends_with_newline(folder / "metrics.jsonl"):
-            self._file.write("\n")
+        # Append, line by line: an earlier attempt's rows stay, and a kill or a full disk costs at most a half
+        # line, which readers drop.
+        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._halved = self._file.tell() > 0 and not _ends_with_newline(folder / "metrics.jsonl")
+        self._unwritten = False
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=begun + 1 if self._seen_step > begun else None
-            )
+            try:
+                self._tensorboard = SummaryWriter(
+                    str(folder / "tensorboard"), purge_step=begun + 1 if self._seen_step > begun else None
+                )
+            except OSError as error:
+                log.warning("no TensorBoard in this attempt: %s", describe(error))
         if config.log.wandb:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.log.wandb, name=folder.name, id=folder.name, resume="allow", dir=str(folder)
-            )
+            self._wandb = _open_wandb(config.log.wandb, folder)
         if sys.stdout.isatty():
             self._live = _Live(total_steps)
 
@@ -179,22 +184,104 @@ class Metrics:
             return
         if self._live is not None:
             self._live.close()
-        self._file.close()
+        with contextlib.suppress(OSError):  # a network file system's late answer: rows are no reason to fail
+            self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            try:
+                self._tensorboard.close()
+            except Exception as error:
+                log.warning("TensorBoard's last points are lost: %s", one_line(str(error)))
         if self._wandb is not None:
-            self._wandb.finish()
+            problem = _bounded(self._wandb.finish)[1]
+            if problem is not None:
+                log.warning("Weights & Biases got no proper end: %s", problem)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        """Append a row. A disk that is full costs rows, and one line on the terminal, but not the run."""
+        line = b"\n" * self._halved + json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(line) or 0
+            if written < len(line):
+                self._halved = True
+                self._file.write(line[written:])
+            self._halved = self._unwritten = False
+        except OSError as error:
+            if not self._unwritten:
+                log.warning(
+                    "metrics.jsonl: %s; training goes on, without rows from step %d on until there is room",
+                    *(error.strerror, row["step"]),
+                )
+            self._unwritten = True
 
     def _scalars(self, row: dict[str, Any], step: int) -> None:
         flat = {k: v for k, v in _flatten(row) if k not in ("attempt", "step", "samples")}
+        # Whatever these libraries raise, and whatever their threads do: they are optional, the run is not.
         if self._tensorboard is not None:
-            for name, value in flat.items():
-                self._tensorboard.add_scalar(name, value, step)
+            try:
+                for name, value in flat.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            except Exception as error:
+                log.warning("step %d: no more TensorBoard in this attempt: %s", step, one_line(str(error)))
+                self._tensorboard = None
         if self._wandb is not None:
-            self._wandb.log(flat, step=step)
+            try:
+                self._wandb.log(flat, step=step)
+            except Exception as error:
+                log.warning("step %d: no more Weights & Biases: %s", step, one_line(str(error)))
+                self._wandb = None
+
+
+def _open_wandb(project: str, folder: Path) -> Any:
+    """The run at Weights & Biases; None, and one line that says why, where that cannot be had within seconds.
+
+    Its id is made once and kept in the run directory (`wandb_id`): attempts of a run go on under it, and
+    runs whose folders have the same name are told apart.
+    """
+    import wandb
+
+    record = folder / "wandb_id"
+    try:
+        if not record.exists():
+            write_atomically(record, secrets.token_hex(8) + "\n")
+        name = record.read_text().strip()
+    except OSError as error:
+        log.warning("no Weights & Biases in this attempt: %s", describe(error))
+        return None
+
+    def begin() -> Any:
+        return wandb.init(
+            project=project,
+            name=folder.name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            settings=wandb.Settings(init_timeout=WANDB_SECONDS, login_timeout=WANDB_SECONDS),
+        )
+
+    found, problem = _bounded(begin)
+    if problem is not None:
+        log.warning(
+            "no Weights & Biases in this attempt: %s (training goes on; `wandb login` sets a key, "
+            "WANDB_MODE=offline keeps it on this machine)",
+            problem,
+        )
+    return found
+
+
+def _bounded(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `call` returns, or why there is nothing; given up after WANDB_SECONDS."""
+    answer: list[tuple[Any, str | None]] = []
+
+    def work() -> None:
+        try:
+            answer.append((call(), None))
+        except BaseException as error:  # SystemExit, too, is no reason to end a run
+            answer.append((None, one_line(str(error)) or type(error).__name__))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(WANDB_SECONDS)
+    return answer[0] if answer else (None, f"no answer within {WANDB_SECONDS} s")
 
 
 def check_sinks(config: Config) -> None:

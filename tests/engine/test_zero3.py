@@ -146,3 +146,19 @@ def test_traversal_needs_recomputed_layers() -> None:
     settings = numerics.settings(numerics.Case(family="whitematter", recompute="group"), 1)
     with pytest.raises(configuration.ConfigError, match=r"zero3\.gather = traversal.*group\+layer"):
         configuration.parse(settings | {"zero3": {"gather": "traversal"}})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bucket_sizes_come_from_the_model_where_the_json_has_none(stage: int) -> None:
+    """DeepSpeed allocates whole buckets: its 500 million numbers are 2 GB for a model of any size."""
+    config = configuration.parse(numerics.settings(numerics.Case(family="whitematter"), 1))
+
+    def sizes(given: dict, shape: tuple[int, ...]) -> tuple[int, int]:
+        json = {"zero_optimization": {"stage": stage} | given}
+        zero = deepspeed_config(config, json, 1, [("a", shape)])["zero_optimization"]
+        return zero["reduce_bucket_size"], zero["allgather_bucket_size"]
+
+    assert sizes({}, (3, 5)) == (16, 16), "an odd bucket of gathering is refused by DeepSpeed"
+    assert sizes({}, (1000, 1_000_000)) == (50_000_000, 50_000_000)
+    assert sizes({"reduce_bucket_size": 700}, (3, 5)) == (700, 16), "a number in the file is the user's"
+    assert sizes({"allgather_bucket_size": 900}, (3, 5)) == (16, 900)

@@ -46,6 +46,8 @@ def test_png_of_several_runs(tmp_path, capsys):
     output = tmp_path / "curves.png"
     assert plot_run.main([*map(str, runs), "--output", str(output), "--text"]) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
+    width, height = (int.from_bytes(output.read_bytes()[at : at + 4], "big") for at in (16, 20))
+    assert width < 2 * height, "five panels stand in two rows"
     assert "training loss of one over tokens" in capsys.readouterr().out
 
 

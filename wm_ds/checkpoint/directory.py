@@ -103,11 +103,12 @@ def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> P
             raise CheckpointError(
                 f"the latest checkpoint is damaged: {named.problem}; {_offer(complete)} ({describe(run_dir)})"
             )
-    for partial in leftovers(run_dir):
+    unfinished = [path for path in leftovers(run_dir) if ".partial-" in path.name]  # not half removed ones
+    for partial in unfinished:
         say(f"{partial.name}: skipped, its save never ended")
     if not complete:
         _refuse_damage(folder, listed)
-        if leftovers(run_dir):
+        if unfinished:
             say("the first save of this run never ended: starting at step 0")
         return None
     newest = complete[0]

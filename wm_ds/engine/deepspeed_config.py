@@ -5,6 +5,7 @@ Nothing here builds anything, so the planner and `--dry-run` ask here, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ from wm_ds.distributed import deepspeed_internals
 from wm_ds.engine import zero3
 from wm_ds.optim.param_rules import Row, parameter_table
 from wm_ds.optim.partition import parameter_names
+
+BUCKET = 50_000_000  # numbers in a bucket at most, where the JSON does not say
+
+
+def bucket_sizes(zero: dict[str, Any], parameters: int) -> tuple[int, int]:
+    """Numbers in DeepSpeed's buckets of reduction and of gathering: those of the JSON (`zero`), or else such
+    as suit a model of so many `parameters`. DeepSpeed's own choice is 500 million, all allocated."""
+    chosen = min(BUCKET, parameters + parameters % 2)  # stages 1 and 2 refuse an odd bucket of gathering
+    return zero.get("reduce_bucket_size", chosen), zero.get("allgather_bucket_size", chosen)
 
 
 def sums_own_gradients(config: Config, stage: int, accumulation: int) -> bool:
@@ -32,8 +42,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The complete configuration for deepspeed.initialize: the JSON plus everything that the run decides.
 
-    `shapes`: (name, shape) of the model's parameters; stage 3's `"auto"` limits are derived from them and
-    from the number of `ranks`, and stay "auto" without them.
+    `shapes`: (name, shape) of the model's parameters; sizes of buckets that the JSON lacks and stage 3's
+    `"auto"` limits are derived from them and from the number of `ranks`, and are left alone without them.
     """
     zero = dict(json.get("zero_optimization", {"stage": 0}))
     stage = zero.get("stage", 0)
@@ -48,6 +58,9 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if stage and shapes:
+        reduce, gather_size = bucket_sizes(zero, sum(math.prod(shape) for _, shape in shapes))
+        zero |= {"reduce_bucket_size": reduce, "allgather_bucket_size": gather_size}
     if stage == 3 and shapes:
         gather = config.zero3.gather or zero3.default_gather(config.model.family)
         derived = zero3.limits(gather, shapes)

@@ -126,11 +126,11 @@ def states(way: Way) -> States:
     if way.gather:
         sizes = limits(way.gather, [(row.name, row.shape) for row in run.rows])
         gathered = w * min(total, sizes["stage3_max_live_parameters"])
-    reduction = min(way.reduce_bucket, total) * w * (2 if stage >= 2 else 1) if stage else 0
+    reduction = way.reduce_buffers * w if stage else 0
     copies = 0
     if stage in (1, 2):
         # A second copy of the stored weights, seen alive on two CPU ranks, and the gathering of updates.
-        copies = w * total + min(way.gather_bucket, total) * w
+        copies = w * total + way.gathering * w
     if stage == 0:
         # The reduction flattens all gradients; AdamW's temporaries are smaller than that or about as large.
         step: float = 4 * max(min(total, 500_000_000), 3 * (total - muon))

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
 from wm_ds.config.schema import Config
+from wm_ds.engine.deepspeed_config import bucket_sizes
 from wm_ds.engine.zero3 import default_gather
 from wm_ds.families import family_of
 from wm_ds.optim.muon import STATE
 from wm_ds.optim.param_rules import Row
 from wm_ds.plan.activations import storage_dtype
-
-BUCKET = 50_000_000  # numbers in a bucket of our DeepSpeed files
-DEEPSPEED_BUCKET = 500_000_000  # where a file says nothing
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Way:
         gather: of stage 3 (`zero3.gather`); None at the others.
         offload: masters and optimizer state lie in the host's memory.
         offload_weights: the cut weights of stage 3, too.
-        reduce_bucket, gather_bucket: numbers in DeepSpeed's buckets.
+        zero: the `zero_optimization` of DeepSpeed's JSON, for its buckets.
     """
 
     run: Run
@@ -90,8 +88,23 @@ class Way:
     micro_batch: int
     offload: bool = False
     offload_weights: bool = False
-    reduce_bucket: int = BUCKET
-    gather_bucket: int = BUCKET
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reduce_buffers(self) -> int:
+        """Numbers in the buffers that gradients are reduced in: DeepSpeed allocates whole buckets, whatever
+        the model's size, and a second one where stages 1 and 2 overlap the reduction with backward."""
+        if not self.zero.get("contiguous_gradients", True):
+            return 0
+        bucket, _ = bucket_sizes(self.zero, self.run.parameters)
+        if self.stage == 3:  # scattered into a copy
+            return bucket + min(bucket, self.run.parameters)
+        return bucket * (2 if self.zero.get("overlap_comm") else 1)
+
+    @property
+    def gathering(self) -> int:
+        """Numbers of updated weights that are gathered at a time."""
+        return min(bucket_sizes(self.zero, self.run.parameters)[1], self.run.parameters)
 
     @property
     def accumulation(self) -> int:
@@ -115,6 +128,7 @@ def ways(run: Run, recompute: str) -> Iterator[Way]:
     per_gpu = run.config.batch.global_batch // run.config.data_ranks(run.gpus)
     micro_batches = [2**i for i in range(12) if per_gpu % 2**i == 0 and 2**i <= per_gpu]
     for stage in (0, 1, 2, 3):
+        zero = {"stage": stage, "overlap_comm": stage >= 2}
         gathers: tuple[str | None, ...] = (None,)
         if stage == 3 and run.multi_pass:
             gathers = ("step", "traversal") if "layer" in recompute else ("step",)
@@ -123,7 +137,8 @@ def ways(run: Run, recompute: str) -> Iterator[Way]:
         for gather in gathers:
             for offload in (False, True) if stage >= 2 else (False,):
                 for micro in micro_batches:
-                    yield Way(run, stage, gather, recompute, micro, offload, offload and stage == 3)
+                    weights = offload and stage == 3
+                    yield Way(run, stage, gather, recompute, micro, offload, weights, zero)
 
 
 def configured_way(run: Run, json: dict[str, Any]) -> Way:
@@ -139,6 +154,5 @@ def configured_way(run: Run, json: dict[str, Any]) -> Way:
         config.batch.micro_batch,
         offload=zero.get("offload_optimizer", {}).get("device") == "cpu",
         offload_weights=zero.get("offload_param", {}).get("device") == "cpu",
-        reduce_bucket=int(zero.get("reduce_bucket_size", DEEPSPEED_BUCKET)),
-        gather_bucket=int(zero.get("allgather_bucket_size", DEEPSPEED_BUCKET)),
+        zero=zero,
     )
