@@ -66,6 +66,7 @@ from wm_ds.checkpoint.format import (
 )
 from wm_ds.errors import run_cli
 from wm_ds.files import write_atomically
+from wm_ds.run.directory import CONFIG, HISTORY
 
 
 def tell(line: str) -> None:
@@ -135,7 +136,10 @@ def rewind(run_dir: Path, step: int) -> int:
 
 
 def reshape(source: Path, run_dir: Path, ranks: int) -> int:
-    """Write the state of `source` into `ranks` equal fragment files below `run_dir`, and publish it there."""
+    """Write the state of `source` into `ranks` equal fragment files below `run_dir`, and publish it there.
+
+    The run that `source` belongs to goes on in `run_dir`: what it records about itself is copied with it.
+    """
     manifest = read_manifest(source)
     problems = verify(source, lambda line: tell(f"{source.name}/{line}"))
     if problems:
@@ -169,11 +173,23 @@ def reshape(source: Path, run_dir: Path, ranks: int) -> int:
                 files[name] = write_file(partial / name, (source / name).read_bytes())
         new = Manifest(manifest.run, tensors, manifest.tied, files)
         new.check_coverage()
+        _copy_records(source, run_dir)
         print(publish(run_dir, partial, step, new, fence=lambda: None))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return 0
+
+
+def _copy_records(source: Path, run_dir: Path) -> None:
+    """What makes a directory that run's, without which a start refuses it; never over records there."""
+    run = source.parent.parent
+    if not (run / CONFIG).is_file():
+        tell(f"{run} has no {CONFIG}: train from it with another run.dir and checkpoint.resume={run_dir}")
+        return
+    for name in (CONFIG, HISTORY):
+        if (run / name).is_file() and not (run_dir / name).exists():
+            write_atomically(run_dir / name, (run / name).read_text())
 
 
 def fragments_of(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[str, str, int, int]]:

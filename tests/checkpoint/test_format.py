@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.support.checkpoint_launch import run
+from tools.reshape_checkpoint import main as reshape_checkpoint
 from wm_ds.checkpoint.directory import list_checkpoints, prune
 from wm_ds.checkpoint.engine_state import even_cuts
 from wm_ds.checkpoint.format import (
@@ -184,6 +186,9 @@ def test_resume_from_damage_names_the_file_and_offers_the_previous(copy):
         assert "rank_00001.safetensors: is damaged (its sha256 differs" in rank[0]["error"]
         assert f"the newest complete one is {step(copy, 3)}" in rank[0]["error"]
         assert rank[0]["losses"] == {}
+    follow(answers[0][0]["error"])
+    again = run(2, [{"stage": 2, "dir": str(copy), "resume": None, "steps": 6}])
+    assert again[0][0]["losses"].keys() == {"4", "5", "6"}
 
 
 def test_latest_that_is_damaged_is_no_fresh_start(copy):
@@ -192,6 +197,15 @@ def test_latest_that_is_damaged_is_no_fresh_start(copy):
         find_latest(copy)
     assert f"the newest complete one is {step(copy, 3)}" in str(caught.value)
     assert "step_00000004 (damaged)" in str(caught.value)
+    follow(str(caught.value))
+    assert find_latest(copy) == step(copy, 3)
+
+
+def follow(message: str) -> None:
+    """Run the command that the error message gives."""
+    command = re.search(r"`python tools/reshape_checkpoint\.py ([^`]*)`", message)
+    assert command is not None, message
+    assert reshape_checkpoint(command.group(1).split()) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from tests.support import toy_corpus
 from tests.support.checkpoint_launch import finish, launch_run, logs, train_run
+from tools.reshape_checkpoint import main as reshape_checkpoint
 from wm_ds.checkpoint.directory import list_checkpoints
 from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import find_latest, load_weights, read_tensor, verify
@@ -146,6 +147,21 @@ def test_run_continues_at_another_size_and_stage(tmp_path, config, unbroken, wor
         assert torch.allclose(tensor, read_tensor(step(unbroken, STEPS), name), atol=1e-3), name
 
 
+def test_a_reshaped_run_goes_on_in_its_new_directory(tmp_path, config, unbroken):
+    """Of the whole run only one checkpoint, laid out anew: the start accepts it and continues bit by bit."""
+    run_dir = tmp_path / "run"
+    assert reshape_checkpoint([str(step(unbroken, 4)), "--ranks", "3", "--out", str(run_dir)]) == 0
+    train_run(tmp_path, config, "run", 2)
+    assert losses(run_dir) == {number: loss for number, loss in losses(unbroken).items() if number > 4}
+    old, new = (json.loads((folder / "history.json").read_text()) for folder in (unbroken, run_dir))
+    assert new["data"] == old["data"]
+    assert [rate["from"] for rate in new["rates"]] == [0, 4]
+    assert new["rates"][0] == old["rates"][0]
+    ranks, folder = launch_run(tmp_path, config, "run", 2, "run.seed=4")
+    assert finish(ranks, 90) != [0, 0]
+    assert "holds another run: run.seed is 3 there and 4 here" in (folder / "rank_0.log").read_text()
+
+
 def test_failed_save_ends_the_run_with_the_last_good_one_in_place(tmp_path, config):
     """Rank 1 cannot write: non-zero on both within a minute, no marker, and keep_last 1 kept the good one."""
     run_dir = tmp_path / "run"
@@ -184,3 +200,8 @@ def test_damaged_checkpoint_is_refused_before_the_first_step(tmp_path, config, u
     assert f"error: cannot resume: rank 1: {target}: is damaged" in said.replace("rank 0: ", "rank 1: ")
     assert f"the newest complete one is {step(run_dir, 6)}" in said
     assert (run_dir / "metrics.jsonl").read_text() == before
+    remedy = f"tools/reshape_checkpoint.py {run_dir} --rewind 6"
+    assert remedy in said
+    assert reshape_checkpoint(remedy.split()[1:]) == 0
+    train_run(tmp_path, config, "run", 2, "steps=10")
+    assert max(losses(run_dir)) == 10

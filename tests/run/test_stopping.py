@@ -113,7 +113,8 @@ def test_signal_is_noted_and_not_obeyed(tmp_path):
 
 
 AT_A_TERMINAL = """
-import sys, time
+import signal, sys, time
+signal.alarm(120)
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.run.stopping import Signals, Stopping
 signals = Signals().install()
@@ -129,9 +130,14 @@ open(sys.argv[1] + "/saved", "w").write(reason)
 
 
 def at_a_terminal(folder: Path, how: str) -> tuple[int, int]:
-    """A process at a terminal of its own, once it is ready: its id and the terminal's other end."""
+    """A process at a terminal of its own, once it is ready: its id and the terminal's other end.
+
+    It does not outlive two minutes, so that a test that waits for it ends.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
+        for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests are a shell's background job
+            signal.signal(number, signal.SIG_DFL)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
         os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(folder), how])
     read_until(terminal, b"ready")
@@ -186,12 +192,12 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 
 
 def test_what_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before, interrupt = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:
         signals = Signals().install()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signals.restore()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is interrupt
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -150,8 +150,11 @@ def _pointed_at(pointer: Path, listed: list[Listed], run_dir: str | Path) -> Lis
 def _offer(complete: list[Listed]) -> str:
     if not complete:
         return "no other checkpoint is complete"
+    newest = complete[0]
+    run_dir = newest.path.parent.parent
     return (
-        f"the newest complete one is {complete[0].path}: resume from it explicitly, or remove the damaged one"
+        f"the newest complete one is {newest.path}: go back to it with "
+        f"`python tools/reshape_checkpoint.py {run_dir} --rewind {newest.step}`, which removes nothing"
     )
 
 

@@ -22,7 +22,7 @@ from wm_ds.files import write_atomically, write_json
 IDENTITY = ("model", "run.seed", "batch.global_batch")
 # What only says where and how often, and may change without a word. The data is compared by its content.
 QUIET = ("run.dir", "run.timeout_minutes", "run.time_limit_minutes", "log", "checkpoint", "evaluate", "data")
-HISTORY = "history.json"
+CONFIG, HISTORY = "config.yaml", "history.json"
 
 # The content of the packed data at a path, as a checksum; None where there is none.
 Content = Callable[[str], str | None]
@@ -84,7 +84,7 @@ def _shown(sources: list[Source]) -> str:
 
 def recorded(folder: str | Path) -> Config | None:
     """The run's configuration at its last start, None for a directory that is no run's."""
-    known = Path(folder) / "config.yaml"
+    known = Path(folder) / CONFIG
     return configuration.load(known) if known.is_file() else None
 
 
@@ -112,7 +112,7 @@ def record(config: Config, deepspeed: dict[str, Any], world: World, known: dict[
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / HISTORY, known, indent=1)
-        write_atomically(folder / "config.yaml", configuration.dump(config))
+        write_atomically(folder / CONFIG, configuration.dump(config))
         write_json(folder / "ds_config.json", deepspeed, indent=2)
         write_json(folder / "environment.json", environment(world), indent=2)
     except OSError as error:
