@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,21 @@ from wm_ds.packing.bad_records import BadRecords
 from wm_ds.packing.hf_datasets import DATASET_PREFIX
 from wm_ds.packing.inputs import find_inputs
 from wm_ds.packing.manifest import merge
-from wm_ds.packing.plan import PackError, Settings, make_plan
+from wm_ds.packing.plan import PackError, Plan, Settings, make_plan
 from wm_ds.packing.progress import Progress
 from wm_ds.packing.tokenizer import open_tokenizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with a plan: where to, by how many processes, and which slice of it (None: the whole)."""
+
+    output: Path
+    bad: BadRecords
+    workers: int
+    task: int
+    tasks: int | None
+    json: bool
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -134,8 +147,8 @@ def merge_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Pack; the manifest where this task was the last one, else None."""
+def make_job(args: argparse.Namespace) -> tuple[Plan, Job]:
+    """What the command line asks for. Raises PackError where inputs or tokenizer cannot be used."""
     files = find_inputs(args.input, dataset_split=args.dataset_split, dataset_config=args.dataset_config)
     for name in args.input:
         folder = name if os.path.exists(name) else name.removeprefix(DATASET_PREFIX)
@@ -155,35 +168,40 @@ def run_pack(args: argparse.Namespace) -> dict[str, Any] | None:
         literal_tokens=args.literal_tokens,
         encoder=args.encoder,
     )
-    plan = make_plan(files, tokenizer, settings)
-    tasks = args.tasks or 1
-    units = workers.task_units(plan, args.task, tasks)
-    todo = workers.unpublished(args.output, units)
+    bad = BadRecords(args.on_bad_record == "skip", args.allow_truncated)
+    job = Job(args.output, bad, args.workers, args.task, args.tasks, args.json)
+    return make_plan(files, tokenizer, settings), job
+
+
+def run_pack(plan: Plan, job: Job) -> dict[str, Any] | None:
+    """Pack; the manifest, or None where this was one task of several."""
+    tasks = job.tasks or 1
+    todo = workers.unpublished(job.output, workers.task_units(plan, job.task, tasks))
     with Progress("packing", plan.bytes_of(todo), len(todo)) as progress:
         done = workers.pack(
             plan,
-            args.output,
-            bad=BadRecords(args.on_bad_record == "skip", args.allow_truncated),
-            workers=args.workers,
-            task=args.task,
+            job.output,
+            bad=job.bad,
+            workers=job.workers,
+            task=job.task,
             tasks=tasks,
             report=progress.update,
         )
-    if args.tasks is not None:
-        if args.json:
-            print(json.dumps({"output": str(args.output), "task": args.task, "tasks": tasks, **done}))
-        else:
-            print(
-                f"task {args.task} of {tasks}: {done['shards']} shards are published in {args.output} with "
-                f"{done['documents']:,} documents, {done['tokens']:,} tokens, "
-                f"{done['bad']:,} bad records left out; when all tasks are done, run: "
-                f"tools/pack_data.py merge {args.output}"
-            )
-        return None
-    return merge(args.output, verify=False)
+    if job.tasks is None:
+        return merge(job.output, verify=False)
+    if job.json:
+        print(json.dumps({"output": str(job.output), "task": job.task, "tasks": tasks, **done}))
+    else:
+        print(
+            f"task {job.task} of {tasks}: {done['shards']} shards are published in {job.output} with "
+            f"{done['documents']:,} documents, {done['tokens']:,} tokens, "
+            f"{done['bad']:,} bad records left out; when all tasks are done, run: "
+            f"tools/pack_data.py merge {job.output}"
+        )
+    return None
 
 
-def run_merge(args: argparse.Namespace) -> dict[str, Any]:
+def run_merge(output: Path) -> dict[str, Any]:
     """Verify all shards and write the manifest."""
     with Progress("verifying", 0, 0) as progress:
         done = 0
@@ -193,7 +211,7 @@ def run_merge(args: argparse.Namespace) -> dict[str, Any]:
             done += size
             progress.update(done, 0, 0)
 
-        return merge(args.output, verify=True, report=report)
+        return merge(output, verify=True, report=report)
 
 
 def summary(manifest: dict[str, Any], output: Path) -> str:
@@ -234,10 +252,10 @@ def run(argv: list[str] | None = None) -> None:
     manifest: dict[str, Any] | None
     if argv[:1] == ["merge"]:
         args = merge_arguments(argv[1:])
-        manifest = run_merge(args)
+        manifest = run_merge(args.output)
     else:
         args = arguments(argv)
-        manifest = run_pack(args)
+        manifest = run_pack(*make_job(args))
     if manifest is not None:
         if args.json:
             chosen = {name: value for name, value in manifest.items() if name not in ("shards", "inputs")}

@@ -90,25 +90,36 @@ def command(arguments: list[str] | None = None) -> int:
     if not options.dry_run:
         signals.install()
     try:
-        return run(options, started, signals)
+        if options.dry_run:
+            return plan(options.config, options.overrides, options.seq_len)
+        if options.seq_len is not None:
+            raise ConfigError("--seq-len goes with --dry-run; a run's row length is its data's")
+        return run(options.config, options.overrides, started, signals)
     finally:
         signals.restore()
 
 
-def run(options: argparse.Namespace, started: float, signals: Signals) -> int:
-    """What the command line asks for; the exit code."""
-    config = configuration.load(options.config, options.overrides)
+def load(path: str, overrides: list[str]) -> tuple[Config, dict[str, Any]]:
+    """The run's configuration and DeepSpeed's, checked by themselves and against each other."""
+    config = configuration.load(path, overrides)
     json = load_deepspeed(config.deepspeed)
     validate.check_against_deepspeed(config, json)
     check_sinks(config)
-    if options.dry_run:
-        from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
+    return config, json
 
-        length = options.seq_len
-        print(dry_run(config, json, assumed_rows(config, length) if length else rows_of(*open_data(config))))
-        return 0
-    if options.seq_len is not None:
-        raise ConfigError("--seq-len goes with --dry-run; a run's row length is its data's")
+
+def plan(path: str, overrides: list[str], seq_len: int | None) -> int:
+    """Print what the run would be, of its data's rows or of rows of `seq_len` tokens; the exit code."""
+    from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
+
+    config, json = load(path, overrides)
+    print(dry_run(config, json, assumed_rows(config, seq_len) if seq_len else rows_of(*open_data(config))))
+    return 0
+
+
+def run(path: str, overrides: list[str], started: float, signals: Signals) -> int:
+    """Meet the other ranks and train; the exit code."""
+    config, json = load(path, overrides)
     # What the file and the launch contradict is refused before ranks meet and anything is built.
     config.accumulation(process_group.launch_size()[2])
     open_data(config)

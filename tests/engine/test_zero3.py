@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -109,14 +110,14 @@ def big(gather: str) -> tuple[dict, list]:
 def test_limits_of_a_model_beyond_a_billion_parameters() -> None:
     """DeepSpeed's 1e9 would release a 7 B model's parameters after every layer."""
     zero, shapes = big("step")
-    total = sum(shape.numel() for _, shape in shapes)
+    total = sum(math.prod(shape) for _, shape in shapes)
     assert total > 6e9
     for key in ("stage3_max_reuse_distance", "stage3_max_live_parameters"):
         assert zero[key] > total, key
     assert 50_000_000 < zero["stage3_prefetch_bucket_size"] < total / 8, "a few large gathers, not one"
 
     zero, _ = big("traversal")
-    layer = sum(shape.numel() for name, shape in shapes if ".layers.3." in name)
+    layer = sum(math.prod(shape) for name, shape in shapes if ".layers.3." in name)
     assert zero["stage3_max_reuse_distance"] == 0
     assert layer <= zero["stage3_max_live_parameters"] < 1e9 * 2
     assert zero["stage3_max_live_parameters"] < total / 4
@@ -133,6 +134,9 @@ def test_limits_are_never_left_to_deepspeed() -> None:
     given = {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 7}}
     kept = deepspeed_config(config, given, 1, [("model.layers.0.a", (3, 4))])
     assert kept["zero_optimization"]["stage3_max_reuse_distance"] == 7, "a number in the file is the user's"
+    given = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    with pytest.raises(configuration.ConfigError, match=r"zero_hpz_partition_size = 4 does not divide the 6"):
+        deepspeed_config(config, given, 1, [("model.layers.0.a", (3, 4))], 6)
 
 
 def test_a_second_copy_inside_each_node_where_layers_are_gathered_again(monkeypatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -20,13 +20,8 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def tool(name: str) -> ModuleType:
-    """tools/NAME.py as a module, to call its main() without a new process."""
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """A program of tools/ as a module."""
+    return importlib.import_module(f"tools.{name}")
 
 
 # Qwen's way to cut text into words.

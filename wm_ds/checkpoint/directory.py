@@ -143,7 +143,7 @@ def _pointed_at(pointer: Path, listed: list[Listed], run_dir: str | Path) -> Lis
             return candidate
     raise CheckpointError(
         f"{pointer} names {name!r}, which is no checkpoint; {describe(run_dir)}. "
-        f"Write a good name into it, or remove it to take the newest"
+        f"Remove it to go on from the newest that is complete"
     )
 
 

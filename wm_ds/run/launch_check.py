@@ -17,8 +17,10 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -122,15 +124,27 @@ def clock_problems(times: dict[str, float], reference: str, limit_s: float) -> l
     ]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What nodes must have, and how long they may take: see the command line's help."""
+
+    run_dir: Path
+    min_run_gib: float
+    min_tmp_gib: float
+    min_gpu_gib: float
+    max_skew: float
+    timeout: float
+
+
 class Check:
     """One rank's part in the check; `deadline` in seconds of time.monotonic()."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         self.rank, self.local_rank, self.size = process_group.launch_size()
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.node = socket.gethostname().split(".")[0]
-        self.deadline = time.monotonic() + options.timeout
+        self.deadline = time.monotonic() + limits.timeout
         self.store: dist.TCPStore | None = None
 
     def left(self) -> timedelta:
@@ -147,11 +161,14 @@ class Check:
 
     def report(self) -> dict:
         """What this rank found."""
-        problems = gpu_problems(self.local_rank, self.local_world, self.options.min_gpu_gib)
+        problems = gpu_problems(self.local_rank, self.local_world, self.limits.min_gpu_gib)
         first = self.local_rank == 0
         if first:
             problems += disk_problems(
-                {self.options.run_dir: self.options.min_run_gib, Path("/tmp"): self.options.min_tmp_gib}
+                {
+                    self.limits.run_dir: self.limits.min_run_gib,
+                    Path(tempfile.gettempdir()): self.limits.min_tmp_gib,
+                }
             )
         return {"node": self.node, "problems": problems, "versions": versions() if first else {}}
 
@@ -173,7 +190,7 @@ class Check:
             except (dist.DistStoreError, dist.DistNetworkError):
                 missing.append(
                     f"{nodes[rank]}: rank {rank} was not heard of at the {stage} within "
-                    f"{self.options.timeout:g} s"
+                    f"{self.limits.timeout:g} s"
                 )
         return reports, missing
 
@@ -190,7 +207,7 @@ class Check:
             problems = difference_problems(reports)
         if stage == "clock" and not problems:
             times = {r["node"]: r["time"] for r in reversed(reports)}
-            problems = clock_problems(times, self.node, self.options.max_skew)
+            problems = clock_problems(times, self.node, self.limits.max_skew)
         if problems:  # before the others hear of it: the step ends with the last of them
             print("\n".join(f"launch check: {text}" for text in dict.fromkeys(problems)), flush=True)
         self.store.set(f"{stage}/verdict", json.dumps(problems))
@@ -221,7 +238,7 @@ class Check:
         thread.start()
         thread.join(self.left().total_seconds())
         if thread.is_alive():
-            problems.append(f"the all-reduce did not end within {self.options.timeout:g} s")
+            problems.append(f"the all-reduce did not end within {self.limits.timeout:g} s")
         return problems
 
     def run(self) -> int:
@@ -274,16 +291,23 @@ def main(arguments: list[str] | None = None) -> int:
 def run(arguments: list[str] | None = None) -> int:
     """The command, its errors as exceptions."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # rank.sh ignores it until a trainer handles it; we do not
-    parser = argparse.ArgumentParser(prog="python -m wm_ds.launch_check", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m wm_ds.run.launch_check", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--min-run-gib", type=float, default=1.0, help="free space in the run directory")
-    parser.add_argument("--min-tmp-gib", type=float, default=1.0, help="free space in /tmp of every node")
+    parser.add_argument(
+        "--min-tmp-gib",
+        type=float,
+        default=1.0,
+        help="free space where temporary files go (TMPDIR, else /tmp) on every node",
+    )
     parser.add_argument("--min-gpu-gib", type=float, default=0.0, help="memory of every GPU")
     parser.add_argument("--max-skew", type=float, default=5.0, help="seconds between two nodes' clocks")
     parser.add_argument("--timeout", type=float, default=45.0, help="seconds for everything")
     options = parser.parse_args(arguments)
     try:
-        return Check(options).run()
+        return Check(Limits(**vars(options))).run()
     except process_group.SetupError as error:
         raise process_group.SetupError(f"{socket.gethostname()}: {error}") from None
 
