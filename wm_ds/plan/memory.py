@@ -127,10 +127,8 @@ def states(way: Way) -> States:
         sizes = limits(way.gather, [(row.name, row.shape) for row in run.rows])
         gathered = w * min(total, sizes["stage3_max_live_parameters"])
     reduction = way.reduce_buffers * w if stage else 0
-    copies = 0
-    if stage in (1, 2):
-        # A second copy of the stored weights, seen alive on two CPU ranks, and the gathering of updates.
-        copies = w * total + way.gathering * w
+    # A second copy of the stored weights while the optimizer steps, seen alive on two CPU ranks.
+    copies = w * total if stage in (1, 2) else 0
     if stage == 0:
         # The reduction flattens all gradients; AdamW's temporaries are smaller than that or about as large.
         step: float = 4 * max(min(total, 500_000_000), 3 * (total - muon))
@@ -146,7 +144,7 @@ def states(way: Way) -> States:
         gathered=gathered,
         gradients=gradients,
         optimizer=on_gpu,
-        buffers=reduction + copies,
+        buffers=reduction,
         stepping=parameters + on_gpu + reduced + step,
         host=(optimizer + 4 * total * share) * way.offload + w * total * share * way.offload_weights,
         notes=notes,

@@ -97,14 +97,7 @@ class Way:
         if not self.zero.get("contiguous_gradients", True):
             return 0
         bucket, _ = bucket_sizes(self.zero, self.run.parameters)
-        if self.stage == 3:  # scattered into a copy
-            return bucket + min(bucket, self.run.parameters)
-        return bucket * (2 if self.zero.get("overlap_comm") else 1)
-
-    @property
-    def gathering(self) -> int:
-        """Numbers of updated weights that are gathered at a time."""
-        return min(bucket_sizes(self.zero, self.run.parameters)[1], self.run.parameters)
+        return bucket * (2 if self.stage < 3 and self.zero.get("overlap_comm") else 1)
 
     @property
     def accumulation(self) -> int:
