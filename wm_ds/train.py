@@ -90,6 +90,8 @@ def command(arguments: list[str] | None = None) -> int:
     if not options.dry_run:
         signals.install()
     try:
+        if options.seq_len is not None and options.seq_len < 1:
+            raise ConfigError(f"--seq-len {options.seq_len} must be 1 or more")
         if options.dry_run:
             return plan(options.config, options.overrides, options.seq_len)
         if options.seq_len is not None:

@@ -129,3 +129,5 @@ def test_a_run_whose_data_is_not_packed_yet_is_planned_by_its_row_length(capsys,
     assert shown.rstrip().endswith("but those of the data, which was not opened; nothing was trained")
     assert train.main([str(path), "--seq-len", "32"]) == 2
     assert "--seq-len goes with --dry-run" in capsys.readouterr().err
+    assert train.main([str(path), "--dry-run", "--seq-len", "0"]) == 2
+    assert "--seq-len 0 must be 1 or more" in capsys.readouterr().err
