@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -34,6 +35,22 @@ PREFILL_BAR = {"float32": 1.1, "bfloat16": 1.25}
 DECODE_BAR = 1.05
 
 
+@dataclass(frozen=True)
+class Options:
+    """What to compare: the command line's options, see main."""
+
+    layers: int
+    width: int
+    channels: list[int]
+    length: int
+    contexts: list[int]
+    vocabulary: int
+    dtypes: list[str]
+    repeats: int
+    cpu_time: bool
+    json: bool
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,7 +65,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of computing, not of the clock")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = Options(**vars(parser.parse_args()))
     device = process_group.pick_device(0)[0]
     if options.cpu_time and device.type != "cpu":
         parser.error(f"--cpu-time is for computing on a CPU, the device here is {device}")
@@ -57,7 +74,7 @@ def main() -> int:
     return 0
 
 
-def build(options: argparse.Namespace, channels: int | None) -> Any:
+def build(options: Options, channels: int | None) -> Any:
     """Qwen3 (channels None) or WhiteMatter at the options' shape, fp32 on the current default device."""
     shape: dict[str, Any] = {
         "family": "vanilla" if channels is None else "whitematter",
@@ -78,7 +95,7 @@ def build(options: argparse.Namespace, channels: int | None) -> Any:
 
 
 @torch.no_grad()
-def compare(options: argparse.Namespace, dtype: str, device: torch.device) -> list[dict[str, Any]]:
+def compare(options: Options, dtype: str, device: torch.device) -> list[dict[str, Any]]:
     """One row for each measurement of each k, in one dtype."""
     named: dict[str, int | None] = {"vanilla": None} | {f"k={k}": k for k in options.channels}
     models = {name: build(options, k).to(device, DTYPES[dtype]) for name, k in named.items()}

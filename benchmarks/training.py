@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +36,31 @@ from wm_ds.plan.flops import training
 Step = Callable[[], None]
 
 
-def settings(options: argparse.Namespace, family: str, k: int | None, recompute: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Options:
+    """What to compare: the command line's options, see main."""
+
+    layers: int
+    width: int
+    length: int
+    rows: int
+    repeats: int
+    vocabulary: int
+    channels: list[int]
+    policies: list[str]
+    precision: str
+    device: str
+    stage: int
+    naive: bool
+    lckv: bool
+    engine: bool
+    cpu_time: bool
+    profile: bool
+    json: Path | None
+    engine_rank: bool
+
+
+def settings(options: Options, family: str, k: int | None, recompute: str) -> dict[str, Any]:
     """A run's configuration for one candidate."""
     width, layers = options.width, options.layers
     model: dict[str, Any] = {
@@ -69,7 +94,7 @@ def settings(options: argparse.Namespace, family: str, k: int | None, recompute:
     }
 
 
-def candidates(options: argparse.Namespace) -> dict[str, tuple[Step, float | None]]:
+def candidates(options: Options) -> dict[str, tuple[Step, float | None]]:
     """Name -> (one forward and backward, FLOPs per token)."""
     generator = torch.Generator().manual_seed(0)
     shape = (options.rows, options.length)
@@ -114,7 +139,7 @@ def medians(steps: dict[str, Step], repeats: int, cpu_time: bool = False) -> dic
     return {name: median(values) for name, values in seconds.items()}
 
 
-def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def compare(options: Options) -> dict[str, dict[str, float]]:
     """Ratios to Qwen3 of every candidate."""
     found = candidates(options)
     steps = {name: step for name, (step, _) in found.items()}
@@ -132,7 +157,7 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 # DeepSpeed's engine against a bare loop: separate processes, since an engine changes torch for good
 
 
-def engine_rank(options: argparse.Namespace) -> None:
+def engine_rank(options: Options) -> None:
     """One rank of the engine comparison: prints seconds of a step, and at world 1 of the bare loop."""
     from wm_ds.engine.engine import build
 
@@ -189,7 +214,7 @@ def engine_rank(options: argparse.Namespace) -> None:
     process_group.shutdown()
 
 
-def engine_comparison(options: argparse.Namespace) -> dict[str, float]:
+def engine_comparison(options: Options) -> dict[str, float]:
     """Ratios: engine to bare loop at one rank, and two ranks' step (twice the data) to one rank's."""
     answers = []
     for size in (1, 2):
@@ -223,7 +248,7 @@ def engine_comparison(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def profile(options: argparse.Namespace) -> str:
+def profile(options: Options) -> str:
     """Where a step's time goes, by operator, for the first WhiteMatter candidate."""
     steps = candidates(options)
     name = next(n for n in steps if n.startswith("whitematter"))
@@ -256,7 +281,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="only show where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--engine-rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = Options(**vars(parser.parse_args()))
     if options.engine_rank:
         engine_rank(options)
         return 0
