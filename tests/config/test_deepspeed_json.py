@@ -51,6 +51,7 @@ def zero(**keys: Any) -> dict[str, Any]:
         (zero(stage=[2]), "stage = [2] must be"),
         (zero(offload_param={"device": "cpu"}), "needs stage 3"),
         (zero(stage=0, offload_optimizer={"device": "cpu"}), "needs stage 1"),
+        (zero(stage3_max_live_parameters="auto"), 'live_parameters = "auto" is worked out at stage 3 only'),
         (zero(allgather_bucket_size=501), "allgather_bucket_size = 501 must be even at stage 2"),
         (zero(stage=3, offload_param={"device": "nvme"}), 'device = "nvme" must be "cpu" or "none"'),
         (zero(offload_optimizer=[]), "zero_optimization.offload_optimizer must be an object"),

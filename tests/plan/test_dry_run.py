@@ -127,6 +127,10 @@ def test_a_run_whose_data_is_not_packed_yet_is_planned_by_its_row_length(capsys,
     shown = capsys.readouterr().out
     assert "assumed: rows of 32 tokens, 151,936 in the vocabulary" in shown
     assert shown.rstrip().endswith("but those of the data, which was not opened; nothing was trained")
+    two = ["sequence_parallel=2", "model.num_attention_heads=2", "model.num_key_value_heads=2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main([str(path), "--dry-run", "--seq-len", "36", *two]) == 2
+    assert "does not divide the data's rows of 36 tokens" in capsys.readouterr().err
     assert train.main([str(path), "--seq-len", "32"]) == 2
     assert "--seq-len goes with --dry-run" in capsys.readouterr().err
     assert train.main([str(path), "--dry-run", "--seq-len", "0"]) == 2

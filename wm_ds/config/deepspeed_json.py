@@ -314,6 +314,12 @@ def _check_stage(zero: dict[str, Any]) -> None:
     for part, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         if zero.get(part, {}).get("device", "none") == "cpu" and stage < lowest:
             raise ConfigError(f"{part} to cpu needs stage {lowest} or more, got stage {stage}")
+    derived = sorted(key for key, value in zero.items() if value == "auto")
+    if derived and stage < 3:
+        raise ConfigError(
+            f'zero_optimization.{derived[0]} = "auto" is worked out at stage 3 only, got stage {stage}: '
+            "remove it"
+        )
     bucket = zero.get("allgather_bucket_size", 2)
     if stage in (1, 2) and bucket % 2:
         raise ConfigError(f"zero_optimization.allgather_bucket_size = {bucket} must be even at stage {stage}")

@@ -1,8 +1,8 @@
 """A run, as written by a person: YAML plus `section.field=value` overrides, checked before anything is built.
 
 schema.py declares every key; an unknown one is refused with the nearest name. `load` parses and checks what
-the file alone can tell (checks.contradictions); checks.check_against_data needs the packed data's manifest,
-`Batch.accumulation` the number of ranks.
+the file alone can tell (validate.contradictions); validate.check_against_data needs the packed data's
+manifest, `Batch.accumulation` the number of ranks.
 """
 
 from __future__ import annotations

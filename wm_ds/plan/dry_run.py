@@ -10,6 +10,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from wm_ds.config import load as configuration
+from wm_ds.config import validate
 from wm_ds.config.schema import Config
 from wm_ds.data.loader import GlobalBatches
 from wm_ds.data.sequences import PackedSequences
@@ -17,7 +18,7 @@ from wm_ds.distributed.process_group import planned_size
 from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
 from wm_ds.engine.zero3 import parameter_shapes
-from wm_ds.families import model_class, model_config
+from wm_ds.families import model_class, model_config, num_groups
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
@@ -44,8 +45,16 @@ def rows_of(batches: GlobalBatches, holdout: PackedSequences) -> Rows:
 
 
 def assumed_rows(config: Config, seq_len: int) -> Rows:
-    """Data that is not packed yet, in rows of `seq_len` tokens."""
-    return Rows(seq_len, config.model.vocab_size or VOCABULARY)
+    """Data that is not packed yet, in rows of `seq_len` tokens. Raises ConfigError where these do not fit."""
+    vocabulary = config.model.vocab_size or VOCABULARY
+    validate.check_against_data(
+        config,
+        vocab_size=vocabulary,
+        seq_len=seq_len,
+        sequences=config.batch.global_batch,
+        num_groups=num_groups(config.model),
+    )
+    return Rows(seq_len, vocabulary)
 
 
 def dry_run(config: Config, json: dict[str, Any], data: Rows) -> str:
