@@ -51,9 +51,11 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     problem.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file (byte {error.start} is no UTF-8)") from None
     try:
         raw = yaml.load(text, _Loader)
     except ConfigError as error:

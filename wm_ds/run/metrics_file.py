@@ -8,17 +8,18 @@ from typing import Any
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that stand: of a step that was run twice, the later attempt's.
 
-    A half-written last line, as a kill leaves it, is dropped.
+    A line that is no row is dropped: half of one, as a kill leaves it.
     """
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except ValueError:
             continue
-        rows.append(row)
+        if isinstance(row, dict):
+            rows.append(row)
     kept: list[dict[str, Any]] = []
     first_later: dict[Any, int] = {}
     for row in reversed(rows):
