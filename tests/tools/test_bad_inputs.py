@@ -68,3 +68,17 @@ def test_a_bad_input_is_one_line_that_names_it(tmp_path, capsys, program, kind):
     assert code in (1, 2), lines
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], lines
     assert str(bad) in lines[-1]
+
+
+def test_a_damaged_manifest_of_the_data_that_is_planned_for(tmp_path, capsys):
+    """plan_memory and the dry run read the data that the configuration names, where there is some."""
+    (tmp_path / "manifest.json").write_bytes(BYTES)
+    config = str(ROOT / "configs/demo.yaml")
+    for program, options in (
+        ("tools.plan_memory", ["--gpus", "8", "--gpu-memory", "80"]),
+        ("wm_ds.train", ["--dry-run"]),
+    ):
+        words = [config, f"data.train={tmp_path}", f"data.holdout={tmp_path}", *options]
+        assert importlib.import_module(program).main(words) in (1, 2)
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith(f"error: {tmp_path}/manifest.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from transformers.initialization import no_init_weights
 
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.data.shards import MANIFEST, load_manifest
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import model_class, model_config
 from wm_ds.plan.memory import GIB, RESERVE, Plan
@@ -72,8 +72,8 @@ class Question:
 
     def sizes(self, config: Config) -> tuple[int, int]:
         """Tokens of a sequence and of the vocabulary: as given, else from packed data that is there."""
-        manifest = Path(config.data.sources()[0].path) / "manifest.json"
-        known: dict[str, Any] = json.loads(manifest.read_text()) if manifest.exists() else {}
+        data = Path(config.data.sources()[0].path)
+        known: dict[str, Any] = load_manifest(data) if (data / MANIFEST).exists() else {}
         return (
             self.length or int(known.get("seq_len", 2048)),
             self.vocabulary or config.model.vocab_size or int(known.get("vocab_size", VOCABULARY)),
