@@ -138,8 +138,7 @@ def at_a_terminal(folder: Path, how: str) -> tuple[int, int]:
     """
     pid, terminal = pty.fork()
     if pid == 0:
-        for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests are a shell's background job
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
         os.execv(sys.executable, [sys.executable, "-c", AT_A_TERMINAL, str(folder), how])
     read_until(terminal, b"ready")
