@@ -16,9 +16,7 @@ CHECKPOINT is a directory with a manifest.json, or a run directory, whose latest
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -47,26 +45,18 @@ from wm_ds.checkpoint.directory import (
     find_latest,
     leftovers,
     list_checkpoints,
-    partial_path,
-    publish,
     step_name,
 )
-from wm_ds.checkpoint.engine_state import even_cuts
 from wm_ds.checkpoint.format import (
     MANIFEST,
     CheckpointError,
-    Entry,
-    Manifest,
     Reader,
-    State,
     read_manifest,
     verify,
-    write_file,
-    write_fragments,
 )
+from wm_ds.checkpoint.rewrite import Fragment, write_new
 from wm_ds.errors import run_cli
 from wm_ds.files import write_atomically
-from wm_ds.run.directory import CONFIG, HISTORY
 
 
 def tell(line: str) -> None:
@@ -148,71 +138,15 @@ def reshape(source: Path, run_dir: Path, ranks: int) -> int:
     target = checkpoints_dir(run_dir) / step_name(step)
     if target.exists():
         raise CheckpointError(f"{target} exists; give --out another directory")
-    partial = partial_path(run_dir, step, "reshape")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        files = {}
-        tensors = {name: Entry(e.shape, e.role, e.updates) for name, e in manifest.tensors.items()}
-        with Reader(source, manifest) as reader:
-            for rank in range(ranks):
-                name = f"part_{rank:05d}.safetensors"
-                wanted = list(fragments_of(manifest, rank, ranks))
-                for tensor, kind, start, stop in wanted:
-                    dtype = manifest.tensors[tensor].states[kind].dtype
-                    state = tensors[tensor].states.setdefault(kind, State(dtype))
-                    state.fragments.append((name, start, stop))
-                specs = [
-                    (f"{tensor}:{kind}:{start}", dtype_of(manifest, tensor, kind), stop - start)
-                    for tensor, kind, start, stop in wanted
-                ]
-                files[name] = write_fragments(partial / name, specs, read_all(reader, wanted))
-                tell(f"{name}: {files[name]['size'] / 2**20:.1f} MiB")
-        for name in manifest.files:  # client state and every rank's generators stay as they are
-            if name.endswith(".json"):
-                files[name] = write_file(partial / name, (source / name).read_bytes())
-        new = Manifest(manifest.run, tensors, manifest.tied, files)
-        new.check_coverage()
-        _copy_records(source, run_dir)
-        print(publish(run_dir, partial, step, new, fence=lambda: None))
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with Reader(source, manifest) as reader:
+
+        def content(part: Fragment) -> torch.Tensor:
+            out = torch.empty(part.stop - part.start, dtype=part.dtype)
+            reader.read_into(out, part.name, part.kind, part.start)
+            return out
+
+        print(write_new(run_dir, manifest, content, source, files=ranks, say=tell))
     return 0
-
-
-def _copy_records(source: Path, run_dir: Path) -> None:
-    """What makes a directory that run's, without which a start refuses it; never over records there."""
-    run = source.parent.parent
-    if not (run / CONFIG).is_file():
-        tell(f"{run} has no {CONFIG}: train from it with another run.dir and checkpoint.resume={run_dir}")
-        return
-    for name in (CONFIG, HISTORY):
-        if (run / name).is_file() and not (run_dir / name).exists():
-            write_atomically(run_dir / name, (run / name).read_text())
-
-
-def fragments_of(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[str, str, int, int]]:
-    """What goes into file `rank`: of each kind of state an equal part of all tensors laid end to end."""
-    kinds = dict.fromkeys(kind for entry in manifest.tensors.values() for kind in entry.states)
-    for kind in kinds:
-        numels = {name: entry.numel for name, entry in manifest.tensors.items() if kind in entry.states}
-        for name, (start, stop) in even_cuts(numels, rank, ranks).items():
-            if start < stop:
-                yield name, kind, start, stop
-
-
-def dtype_of(manifest: Manifest, name: str, kind: str) -> torch.dtype:
-    """Type of one tensor of the checkpoint."""
-    return getattr(torch, manifest.tensors[name].states[kind].dtype)
-
-
-def read_all(reader: Reader, wanted: list[tuple[str, str, int, int]]) -> Iterator[torch.Tensor]:
-    """The fragments one after another, each in memory alone."""
-    for name, kind, start, stop in wanted:
-        part = torch.empty(stop - start, dtype=dtype_of(reader.manifest, name, kind))
-        reader.read_into(part, name, kind, start)
-        yield part
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -8,11 +8,13 @@ An error, a full disk say, leaves the old content and nothing else.
 Modes are what the umask makes them. Only the standard library is used: the batch script's Python has no more.
 """
 
+import contextlib
 import errno
 import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,21 @@ def sync_directory(path: Path) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and flush it to the disk, in a folder that nobody reads yet (no rename)."""
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the file system that name no file, as that of a full disk, the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:

@@ -15,7 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from wm_ds.checkpoint.directory import describe, find_latest, step_name
-from wm_ds.checkpoint.format import MANIFEST, WEIGHT, CheckpointError, Reader, read_manifest
+from wm_ds.checkpoint.format import (
+    CLIENT,
+    MANIFEST,
+    WEIGHT,
+    CheckpointError,
+    Manifest,
+    Reader,
+    read_json,
+    read_manifest,
+)
 from wm_ds.config import load as run_config
 from wm_ds.data.shards import load_manifest
 from wm_ds.errors import WmError
@@ -121,12 +130,13 @@ class Trained:
         losses = [row["loss"] for row in rows if "loss" in row]
         holdouts = [row["holdout_loss"] for row in rows if "holdout_loss" in row]
         tokens = [row["tokens"] for row in rows if "tokens" in row]
-        return {
+        averaged = manifest.run.get("averaged")
+        return ({} if averaged is None else {"averaged": averaged}) | {
             "run": self.run_dir.name if self.run_dir is not None else None,
             "step": manifest.run["step"],
             "zero_stage": manifest.run.get("zero_stage"),
             "world_size": manifest.run.get("world_size"),
-            "tokens": tokens[-1] if tokens else None,
+            "tokens": tokens[-1] if tokens else self._tokens_so_far(manifest),
             "train_loss": losses[-1] if losses else None,
             "holdout_loss": holdouts[-1] if holdouts else None,
             "data": {
@@ -134,6 +144,11 @@ class Trained:
             },
             "config": self.run.model_dump(mode="json"),
         }
+
+    def _tokens_so_far(self, manifest: Manifest) -> int | None:
+        """Of a checkpoint that lies in a directory without metrics: an average, say."""
+        client = read_json(self.path, manifest, CLIENT) if CLIENT in manifest.files else {}
+        return client.get("engine", {}).get("tokens")
 
 
 def find(path: str | Path, step: int | None = None) -> Trained:

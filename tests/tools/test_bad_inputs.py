@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # What stands in the place of each program's input is BAD, of its output OUT.
 COMMANDS = {
+    "tools.average_checkpoints": ["BAD", "--last", "3", "--output", "OUT"],
     "tools.count_flops": ["BAD"],
     "tools.export_hf": ["BAD", "--output", "OUT"],
     "tools.import_hf": ["BAD", str(ROOT / "configs/demo.yaml"), "run.dir=OUT"],

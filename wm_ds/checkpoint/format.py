@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from wm_ds.errors import WmError
-from wm_ds.files import write_synced
+from wm_ds.files import naming, write_synced
 
 MANIFEST = "manifest.json"
 CLIENT = "client.json"
@@ -195,7 +195,7 @@ def write_fragments(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    with naming(path), open(path, "wb", buffering=0) as file:
 
         def put(data: Any) -> None:
             nonlocal size

@@ -31,6 +31,9 @@ def check_holdout(source: Trained, dtype: torch.dtype, say: Callable[[str], None
     manifest = read_manifest(source.path)
     client = read_json(source.path, manifest, CLIENT) if CLIENT in manifest.files else {}
     recorded = client.get("holdout")
+    if manifest.run.get("averaged"):
+        say("not compared with the trainer's held-out loss: these weights are an average, never evaluated")
+        return None
     if recorded is None:
         say("not compared with the trainer's held-out loss: the checkpoint records none (an older one)")
         return None

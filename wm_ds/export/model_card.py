@@ -84,6 +84,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
     lines += ["## Training", "", "| | |", "|---|---|"]
     trained = {
         "steps": facts["step"],
+        "weights averaged over": _averaged(facts.get("averaged")),
         "tokens": None if facts["tokens"] is None else f"{facts['tokens']:,}",
         "batch": f"{batch['global_batch']} sequences of {data['seq_len']} tokens",
         "data": _data(data),
@@ -141,6 +142,12 @@ def _data(data: dict[str, Any]) -> str | None:
     if data.get("tokens") is None:
         return None
     return f"{data['tokens']:,} tokens in {data['documents']:,} documents, starts aligned to {data['align']}"
+
+
+def _averaged(how: dict[str, Any] | None) -> str | None:
+    if how is None:
+        return None
+    return f"the checkpoints of steps {', '.join(map(str, how['steps']))} ({how['rule']} weights)"
 
 
 def _loss(value: float | None) -> str | None:
