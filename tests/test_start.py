@@ -15,12 +15,13 @@ import torch
 from tests.config.test_load import changed
 from tests.support import toy_corpus
 from wm_ds import start
+from wm_ds.checkpoint import format
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data import shards
 from wm_ds.distributed.process_group import World
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
-from wm_ds.run import directory
+from wm_ds.run import ancestry, directory
 
 WORLD = World(0, 0, 1, torch.device("cpu"), "gloo")
 JSON = {"zero_optimization": {"stage": 2}}
@@ -107,7 +108,7 @@ def test_a_run_from_before_contents_were_recorded_goes_on(tmp_path, monkeypatch)
     shutil.copytree(OLD, tmp_path / "old")
     monkeypatch.chdir(tmp_path / "old")
     config = configuration.load("run.yaml")
-    assert not (tmp_path / "old/run" / directory.HISTORY).exists()
+    assert not (tmp_path / "old/run" / ancestry.HISTORY).exists()
     check(config)
     found = tmp_path / "old/run/checkpoints/step_00000002"
     rate = start.accept(config, JSON, WORLD, SimpleNamespace(seq_len=24), found, 2)
@@ -122,10 +123,10 @@ def test_a_run_from_before_contents_were_recorded_goes_on(tmp_path, monkeypatch)
 
 def test_a_damaged_record_is_named_with_a_remedy_that_works(tmp_path, data):
     accept(a_run(tmp_path, data), 0)
-    (tmp_path / "run" / directory.HISTORY).write_text('{"data": [')
+    (tmp_path / "run" / ancestry.HISTORY).write_text('{"data": [')
     with pytest.raises(ConfigError, match=r"history\.json is damaged .*; remove it"):
         check(a_run(tmp_path, data))
-    (tmp_path / "run" / directory.HISTORY).unlink()
+    (tmp_path / "run" / ancestry.HISTORY).unlink()
     assert check(a_run(tmp_path, data)) == []
 
 
@@ -172,8 +173,8 @@ def test_wsd_made_longer_stays_where_it_is_and_the_remedy_goes_back_to_the_peak(
         after = accept(a_run(tmp_path, data, steps=40, **wsd), 20)
     assert [learning_rate(step, after) for step in (21, 30, 40)] == pytest.approx([3e-4] * 3)
     assert "had begun to fall before step 20: it does not rise again" in caplog.text
-    assert "checkpoint.resume" in caplog.text
-    branch = a_run(tmp_path / "branch", data, steps=40, **wsd)
+    assert "another run.dir with run.branch_from = RUN@STEP" in caplog.text
+    branch = a_run(tmp_path / "branch", data, steps=40, run__branch_from=f"{tmp_path / 'run'}@16", **wsd)
     rate = accept(branch, 16, tmp_path / "run" / "checkpoints" / "step_00000016")
     assert [learning_rate(step, rate) for step in (17, 32)] == [3e-3, 3e-3]
     assert learning_rate(40, rate) == pytest.approx(3e-4)
@@ -200,3 +201,125 @@ def test_a_refused_start_leaves_the_runs_record_as_it_was(tmp_path, data):
         with pytest.raises(ConfigError, match="holds another run"):
             check(a_run(tmp_path, data, **wrong))
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+# -- branches: another run's checkpoint, and a future of its own
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint in name: complete, and without a tensor."""
+    path = run / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    manifest = format.Manifest({"step": step, "sequence": step}, {}, {}, {})
+    (path / format.MANIFEST).write_text(manifest.to_json())
+    return path
+
+
+@pytest.fixture
+def long(tmp_path: Path, data: Path) -> Path:
+    """A run of 20 steps with checkpoints of 10 and 20, whose rate has fallen since step 16."""
+    run = tmp_path / "run"
+    accept(a_run(tmp_path, data, optim__schedule="wsd", optim__decay=4), 0)
+    for step in (10, 20):
+        checkpoint(run, step)
+    return run
+
+
+def branch(long: Path, data: Path, step: int = 20, name: str = "branch", **changes: Any) -> Config:
+    return a_run(long.parent / name, data, run__branch_from=f"{long}@{step}", steps=40, **changes)
+
+
+def begin(config: Config) -> RateSchedule:
+    """What a start settles that begins the branch."""
+    assert config.run.branch_point is not None
+    run, step = config.run.branch_point
+    assert check(config) == []
+    start.check_branch(config)
+    return accept(config, step, Path(run) / "checkpoints" / f"step_{step:08d}")
+
+
+def test_a_branch_has_its_own_rate_also_where_its_ancestors_had_fallen(long, data, caplog):
+    config = branch(long, data, optim__schedule="wsd", optim__decay=10)
+    with caplog.at_level(logging.INFO, "wm_ds"):
+        rate = begin(config)
+    assert rate == RateSchedule(**configuration.rate_schedule(config, 24))
+    assert [learning_rate(step, rate) for step in (21, 30)] == [3e-3, 3e-3]
+    assert learning_rate(40, rate) == pytest.approx(3e-4)
+    assert f"a branch of {long}@20, where the learning rate was 0.0003; from here on: 0.003" in caplog.text
+    assert directory.history(config.run.dir)["rates"][0]["from"] == 20
+    checkpoint(Path(config.run.dir), 30)
+    shutil.rmtree(long)  # it is needed no more
+    assert check(config) == []
+    assert start.check_branch(config) == []
+    assert accept(config, 30) == rate
+    longer = branch(long, data, optim__schedule="wsd", optim__decay=10).model_copy(update={"steps": 80})
+    capped = accept(longer, 35)
+    assert learning_rate(36, capped) == pytest.approx(learning_rate(35, rate)), "a fallen rate of its own"
+
+
+def test_what_a_branch_may_choose_is_named_and_the_rest_is_refused(long, data, tmp_path):
+    other = toy_corpus.packed(tmp_path / "other", 61, "--seq-len", 24, "--holdout", 4)
+    notes = start.check_branch(branch(long, data, model__grad_passes=3, optim__lr=1e-4))
+    assert f"unlike {long}: model.grad_passes: None -> 3" in notes
+    assert f"unlike {long}: optim.lr: 0.003 -> 0.0001" in notes
+    for changes, said in (
+        ({"model__hidden_size": 128}, "model.hidden_size is 64 there and 128 here"),
+        ({"model__num_hidden_layers": 6}, "model.num_hidden_layers is 4 there and 6 here"),
+        ({"run__seed": 1}, "run.seed is 0 there and 1 here"),
+        ({"batch__global_batch": 8}, "batch.global_batch is 16 there and 8 here"),
+        ({"data__train": str(other)}, f"data.train: {other} holds other rows"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            start.check_branch(branch(long, data, **changes))
+        assert str(caught.value).startswith(f"run.branch_from = {long}@20: ")
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_branch_point_that_is_not_there_is_refused(long, data, tmp_path):
+    (checkpoint(long, 15) / format.MANIFEST).unlink()
+    for point, said in (
+        (f"{long}@17", "no checkpoint of step 17; there are: step_00000020, step_00000010, step_00000015 (d"),
+        (f"{long}@15", "step_00000015: it holds no manifest.json"),
+        (f"{tmp_path / 'nowhere'}@20", f"{tmp_path / 'nowhere'} is no run directory (no config.yaml)"),
+        (f"{tmp_path / 'branch' / 'run'}@20", "is this run itself; give the branch another run.dir"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            start.check_branch(a_run(tmp_path / "branch", data, run__branch_from=point, steps=40))
+        assert str(caught.value).startswith(f"run.branch_from = {point}")
+        assert said in str(caught.value)
+    assert not (tmp_path / "branch").exists()
+    with pytest.raises(ConfigError, match="at step 20 and this run has 20 steps: nothing would be trained"):
+        begin(a_run(tmp_path / "branch", data, run__branch_from=f"{long}@20"))
+
+
+def test_a_run_has_one_beginning(long, data, tmp_path, monkeypatch):
+    for point in ("runs/long", "runs/long@", "@5", "runs/long@five", "runs/long@-5"):
+        with pytest.raises(ConfigError, match=f"run.branch_from = {point}: write RUN@STEP"):
+            a_run(tmp_path, data, run__branch_from=point)
+    with pytest.raises(ConfigError, match="are two beginnings; leave one out"):
+        a_run(tmp_path, data, run__branch_from="a@5", checkpoint__resume="b")
+    begin(branch(long, data))
+    monkeypatch.chdir(tmp_path)
+    assert check(branch(Path("run"), data, name=str(tmp_path / "branch"))) == [], "the same point"
+    for point, other in ((f"{long}@10", f"'{long}@20' there and '{long}@10' here"), (None, "there and None")):
+        changed_point = branch(long, data).run.model_copy(update={"branch_from": point})
+        with pytest.raises(ConfigError, match=r"holds another run: run\.branch_from is") as caught:
+            check(branch(long, data).model_copy(update={"run": changed_point}))
+        assert other in str(caught.value)
+
+
+def test_the_chain_of_ancestors_is_recorded(long, data, tmp_path):
+    first = branch(long, data)
+    begin(first)
+    checkpoint(Path(first.run.dir), 30)
+    second = branch(Path(first.run.dir), data, 30, "second")
+    begin(second)
+    chain = [ancestry.Ancestor(str(long), 20), ancestry.Ancestor(first.run.dir, 30)]
+    assert ancestry.chain(second.run.dir) == chain
+    accept(second, 35)
+    assert ancestry.chain(second.run.dir) == chain, "a restart keeps it"
+    assert ancestry.chain(long) == []
+    assert ancestry.chain(tmp_path / "nowhere") == []
+    moved = Path(shutil.move(tmp_path, tmp_path.with_name("moved")))
+    assert ancestry.located(chain[0], moved / "x") == moved / "run"

@@ -5,6 +5,10 @@
 Panels: loss (training, held out), learning rate, gradient norm, throughput, and for WhiteMatter the residual
 of each pass. Several runs are overlaid; a dotted line marks where a run was resumed. Steps that ran twice,
 because a run was killed after its last checkpoint, are drawn once, as the later attempt had them.
+
+Runs that began with a checkpoint of another one (run.branch_from) are drawn as a family: the ancestor's curve
+up to the last branch point, once, and every branch from its point on. An ancestor that is itself named is
+drawn whole.
 """
 
 import argparse
@@ -17,6 +21,7 @@ from typing import Any
 
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
+from wm_ds.run.ancestry import chain, located
 from wm_ds.run.metrics_file import read_metrics
 
 Rows = list[dict[str, Any]]
@@ -41,19 +46,60 @@ def run(argv: list[str] | None = None) -> None:
     parser.add_argument("--x", choices=("tokens", "step"), default="tokens")
     parser.add_argument("--text", action="store_true", help="also sketch the loss on the terminal")
     args = parser.parse_args(argv)
-    runs = {}
-    for folder in args.runs:
-        rows = read_metrics(folder / "metrics.jsonl")
-        if not [row for row in rows if "loss" in row]:
-            raise PlotError(f"{folder / 'metrics.jsonl'} is missing or has no step yet")
-        name = folder.name if len({r.name for r in args.runs}) == len(args.runs) else str(folder)
-        runs[name] = place(rows)
+    runs = family(args.runs)
     output = args.output or args.runs[0] / "curves.png"
     draw(runs, args.x, output)
     if args.text:
         for name, rows in runs.items():
             print(sketch(series(rows, "loss", args.x), f"training loss of {name} over {args.x}"))
     print(output)
+
+
+def family(folders: list[Path]) -> dict[str, Rows]:
+    """What is drawn of each run and of their ancestors, by the name in the legend; ancestors first.
+
+    Raises PlotError for a run without a step. An ancestor that is gone is left out, and that is said.
+    """
+    named = {folder.resolve(): folder for folder in folders}
+    begins: dict[Path, tuple[Path, int]] = {}  # a branch's ancestor, and the step that it began with
+    for folder in named:
+        descendant = folder
+        for ancestor in reversed(chain(folder)):
+            there = located(ancestor, descendant).resolve()
+            begins[descendant] = (there, ancestor.step)
+            descendant = there
+    shown = {folder: steps_of(path) for folder, path in named.items()}
+    for folder in {there for there, _ in begins.values()} - shown.keys():
+        last = max(step for there, step in begins.values() if there == folder)
+        try:
+            shown[folder] = [row for row in steps_of(folder) if row.get("step", 0) <= last]
+        except PlotError as error:
+            print(f"an ancestor is not drawn: {error}", file=sys.stderr)
+    order = sorted(shown, key=lambda folder: len(chain(folder)))  # of equals: as they were named
+    short = len({folder.name for folder in order}) == len(order)
+    drawn: dict[str, Rows] = {}
+    for folder in order:
+        name = folder.name if short else str(named.get(folder, folder))
+        rows = place(shown[folder])
+        if folder in begins:
+            there, step = begins[folder]
+            name += f" (from {there.name}@{step})"
+            rows = row_at(place(shown.get(there, [])), step, rows[0].get("attempt")) + rows
+        drawn[name] = rows
+    return drawn
+
+
+def steps_of(folder: Path) -> Rows:
+    """The rows of a run. Raises PlotError where it has no step."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    if not any("loss" in row for row in rows):
+        raise PlotError(f"{folder / 'metrics.jsonl'} is missing or has no step yet")
+    return rows
+
+
+def row_at(rows: Rows, step: int, attempt: Any) -> Rows:
+    """An ancestor's row at the branch point, with which the branch's begin, so that the curves meet."""
+    return [row | {"attempt": attempt} for row in rows if row.get("step") == step and "loss" in row][-1:]
 
 
 def place(rows: Rows) -> Rows:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from wm_ds.checkpoint.directory import checkpoints_dir, describe, list_checkpoints, step_name
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
@@ -26,6 +27,7 @@ from wm_ds.engine.deepspeed_config import deepspeed_config
 from wm_ds.families import num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
 from wm_ds.run import directory
+from wm_ds.run.ancestry import descended
 from wm_ds.run.attempt import Attempt, SupersededError, join
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,8 @@ def on_main(world: World, act: Callable[[], T]) -> T:
 def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
     """Take the run directory for this launch, after checking that it is this run's."""
     accumulation = config.accumulation(world.size)
-    notes = directory.check(config, content)
+    notes = [f"changed since the last start: {note}" for note in directory.check(config, content)]
+    notes += check_branch(config)
     attempt = join(config.run.dir, solo=world.size == 1)
     positions = config.batch.global_batch * batches.seq_len
     log.info(
@@ -82,8 +85,30 @@ def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBat
         f"{f'group of {config.sequence_parallel} ranks' if config.sequence_parallel > 1 else 'rank'})",
     )
     for note in notes:
-        log.info("changed since the last start: %s", note)
+        log.info(note)
     return attempt
+
+
+def check_branch(config: Config) -> list[str]:
+    """Check the checkpoint that this start would begin a branch with (`run.branch_from`); changes nothing.
+
+    Returns what the branch does otherwise than its ancestor, one line each; nothing where the run is no
+    branch, or has a checkpoint of its own to go on from. Raises ConfigError.
+    """
+    point = config.run.branch_point
+    if point is None or list_checkpoints(config.run.dir):
+        return []
+    ancestor, step = Path(point[0]), point[1]
+    said = f"run.branch_from = {config.run.branch_from}"
+    if ancestor.resolve() == Path(config.run.dir).resolve():
+        raise ConfigError(f"{said} is this run itself; give the branch another run.dir")
+    notes = directory.check_branch(ancestor, config, content)
+    found = [listed for listed in list_checkpoints(ancestor) if listed.step == step]
+    if not found:
+        raise ConfigError(f"{said}: no checkpoint of step {step}; {describe(ancestor)}")
+    if found[0].problem is not None:
+        raise ConfigError(f"{said}: {found[0].problem}; {describe(ancestor)}")
+    return [f"unlike {ancestor}: {note}" for note in notes]
 
 
 def content(path: str) -> str | None:
@@ -97,8 +122,10 @@ def content(path: str) -> str | None:
 def choose(config: Config, checkpoints: Checkpoints) -> Path | None:
     """The checkpoint to go on from. Raises ConfigError where the one that checkpoint.resume names is none."""
     own = any((Path(config.run.dir) / "checkpoints").glob("step_*"))
+    branch = config.run.branch_point
+    begin = config.checkpoint.resume if branch is None else checkpoints_dir(branch[0]) / step_name(branch[1])
     try:
-        return checkpoints.choose(otherwise=config.checkpoint.resume)
+        return checkpoints.choose(otherwise=begin)
     except CheckpointError as error:
         if config.checkpoint.resume is None or own:
             raise
@@ -116,7 +143,8 @@ def accept(
     """The learning rate of a run that goes on at `step` from `found`, once its start is written down; rank 0.
 
     What has happened is fixed: a warm-up that is over is not run again because a run was made longer, nor
-    does a rate that has begun to fall rise. Raises ConfigError where nothing would be trained.
+    does a rate that has begun to fall rise. Only a branch (`run.branch_from`) has its own rate from where it
+    begins. Raises ConfigError where nothing would be trained.
     """
     total = config.total_steps(batches.seq_len)
     own = found is None or found.parent.parent.resolve() == Path(config.run.dir).resolve()
@@ -126,14 +154,18 @@ def accept(
             f"more than {step} steps (or tokens)"
         )
     planned = RateSchedule(**configuration.rate_schedule(config, batches.seq_len))
-    origin = config.run.dir if own or found is None else found.parent.parent
+    origin = Path(config.run.dir) if own or found is None else found.parent.parent
     before = directory.recorded(origin)
-    rates = directory.history(origin).get("rates", [])
+    known = directory.history(origin)
+    rates = known.get("rates", [])
     if before is not None and not rates:
         rates = [{"from": 0, **configuration.rate_schedule(before, batches.seq_len)}]
     rates = [past for past in rates if past["from"] <= step]
     rate = planned
-    if step > 0 and before is not None and rates:
+    if not own and config.run.branch_from is not None:
+        log.info(_beginning(config, rates, planned, step))
+        rates = []
+    elif step > 0 and before is not None and rates:
         last = RateSchedule(**{key: value for key, value in rates[-1].items() if key != "from"})
         said = before.optim.warmup != config.optim.warmup
         rate = continued(last, planned, step, warmup_changed=said)
@@ -142,8 +174,23 @@ def accept(
     rates = [past for past in rates if past["from"] < step] + [{"from": step, **asdict(rate)}]
     full = deepspeed_config(config, json, config.accumulation(world.size), ())
     contents = [content(source.path) for source in config.data.sources()]
-    directory.record(config, full, world, {"data": contents, "rates": rates})
+    ancestry = known.get("ancestry", []) if own else descended(origin, step)
+    directory.record(config, full, world, {"data": contents, "rates": rates, "ancestry": ancestry})
     return rate
+
+
+def _beginning(config: Config, rates: list[dict[str, Any]], planned: RateSchedule, step: int) -> str:
+    """What a person should know of the learning rate of a branch that begins at `step`."""
+    said = f"a branch of {config.run.branch_from}"
+    if rates:
+        last = RateSchedule(**{key: value for key, value in rates[-1].items() if key != "from"})
+        said += f", where the learning rate was {learning_rate(step, last):.3g}"
+    return f"{said}; from here on: {_points(planned, step)}"
+
+
+def _points(rate: RateSchedule, step: int) -> str:
+    points = {step + 1, (step + 1 + rate.total) // 2, rate.total}
+    return ", ".join(f"{learning_rate(p, rate):.3g} at step {p}" for p in sorted(points))
 
 
 def changes_of_rate(before: RateSchedule, planned: RateSchedule, rate: RateSchedule, step: int) -> list[str]:
@@ -156,12 +203,10 @@ def changes_of_rate(before: RateSchedule, planned: RateSchedule, rate: RateSched
     if rate.cap < before.cap:
         lines.append(
             f"the learning rate had begun to fall before step {step}: it does not rise again. To train on at "
-            "the peak, start another run.dir with checkpoint.resume = a checkpoint from before it fell"
+            "the peak, start another run.dir with run.branch_from = RUN@STEP, a step from before it fell"
         )
     if rate != before and (rate.total != before.total or lines):
-        points = [step + 1, (step + 1 + rate.total) // 2, rate.total]
         lines.append(
-            f"{before.total} steps became {rate.total}; learning rate from here on: "
-            + ", ".join(f"{learning_rate(p, rate):.3g} at step {p}" for p in sorted(set(points)))
+            f"{before.total} steps became {rate.total}; learning rate from here on: {_points(rate, step)}"
         )
     return lines

@@ -68,7 +68,7 @@ from wm_ds.plan.flops import training
 from wm_ds.run.attempt import Attempt, SupersededError
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
-from wm_ds.start import accept, choose, claim, on_main, open_data
+from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data
 
 log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
@@ -115,6 +115,8 @@ def plan(path: str, overrides: list[str], seq_len: int | None) -> int:
     from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
 
     config, json = load(path, overrides)
+    for note in check_branch(config):
+        log.info(note)
     print(dry_run(config, json, assumed_rows(config, seq_len) if seq_len else rows_of(*open_data(config))))
     return 0
 

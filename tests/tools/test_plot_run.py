@@ -65,3 +65,42 @@ def test_nothing_to_draw_is_one_line(tmp_path, capsys, content):
         (tmp_path / "metrics.jsonl").write_text(content)
     assert plot_run.main([str(tmp_path)]) == 1
     assert re.fullmatch(r"error: .*metrics.jsonl is missing or has no step yet\n", capsys.readouterr().err)
+
+
+def descend(folder: Path, first: int, last: int, *ancestors: tuple[Path, int]) -> Path:
+    """A run of steps first .. last that descends from these."""
+    folder.mkdir()
+    steps = range(first, last + 1)
+    rows = [{"attempt": 1, "step": s, "tokens": 100 * s, "loss": 5 - s / 10, "lr": 1e-3} for s in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chain = [{"run": str(run), "step": step} for run, step in ancestors]
+    (folder / "history.json").write_text(json.dumps({"ancestry": chain}))
+    return folder
+
+
+def spans(runs: dict) -> dict[str, tuple[int, int]]:
+    return {name: (rows[0]["step"], rows[-1]["step"]) for name, rows in runs.items()}
+
+
+def test_a_family_is_drawn_from_its_first_ancestor_on(tmp_path, capsys):
+    long = descend(tmp_path / "long", 1, 50)
+    one = descend(tmp_path / "one", 21, 25, (long, 20))
+    two = descend(tmp_path / "two", 31, 40, (long, 30))
+    last = descend(tmp_path / "last", 36, 45, (long, 30), (two, 35))
+    family = plot_run.family([one, last])
+    assert spans(family) == {
+        "long": (1, 30),
+        "one (from long@20)": (20, 25),
+        "two (from long@30)": (30, 35),
+        "last (from two@35)": (35, 45),
+    }
+    assert all(plot_run.resumed(rows, "step") == [] for rows in family.values())
+    assert spans(plot_run.family([one, long])) == {"long": (1, 50), "one (from long@20)": (20, 25)}
+    assert plot_run.main([str(one), str(last), "--output", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (long / "metrics.jsonl").unlink()
+    capsys.readouterr()
+    assert spans(plot_run.family([one])) == {"one (from long@20)": (21, 25)}
+    assert re.fullmatch(
+        r"an ancestor is not drawn: .*long/metrics.jsonl is missing .*\n", capsys.readouterr().err
+    )

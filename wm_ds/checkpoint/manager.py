@@ -214,7 +214,10 @@ class Checkpoints:
         assert manifest is not None
         names = sorted(manifest.files)[self.rank :: self.world]
         problems = [p for p in (checksum_problem(path, n, manifest.files[n]) for n in names) if p]
-        error = CheckpointError(f"{'; '.join(problems)}; {previous_complete(path)}") if problems else None
+        own = path.parent.resolve() == checkpoints_dir(self.run_dir).resolve()
+        if problems:  # a run that this one only begins with is not to be rewound
+            offer = previous_complete(path) if own else describe(path.parent.parent)
+            error = CheckpointError(f"{'; '.join(problems)}; {offer}")
         self._settle("cannot resume", error)
         self._state.before_load()
         client: dict[str, Any] = {}
@@ -228,7 +231,7 @@ class Checkpoints:
         self._state.after_load()
         for counter, value in manifest.run["engine"].items():
             setattr(self._engine, counter, value)
-        if path.parent.resolve() == checkpoints_dir(self.run_dir).resolve():
+        if own:
             self._writer.on_disk_step = int(manifest.run["step"])
         self._clean_up_once()
         return client

@@ -19,7 +19,8 @@ from wm_ds.checkpoint.directory import partial_path, publish
 from wm_ds.checkpoint.engine_state import even_cuts
 from wm_ds.checkpoint.format import Entry, Manifest, State, write_file, write_fragments
 from wm_ds.files import write_atomically
-from wm_ds.run.directory import CONFIG, HISTORY
+from wm_ds.run.ancestry import HISTORY
+from wm_ds.run.directory import CONFIG
 
 Say = Callable[[str], None]
 

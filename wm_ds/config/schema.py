@@ -56,6 +56,10 @@ class Run(Section):
 
     dir: str
     """Run directory. It is created; one that holds another run is refused, one with a checkpoint resumes."""
+    branch_from: str | None = None
+    """RUN@STEP: a run without a checkpoint of its own begins with that one of another run's directory, with
+    its optimizer state and its place in the data, and goes on by its own learning rate: several cool-downs of
+    one long run, say. Model, seed and data must be that run's."""
     seed: int = 0
     """Seed of the initial weights and the order of the data."""
     deterministic: bool = False
@@ -64,6 +68,19 @@ class Run(Section):
     """Longest wait for another rank, at the start and in every collective; then the run fails."""
     time_limit_minutes: Minutes | None = Field(None, gt=0)
     """Save and stop gracefully after this long, so that a job ends before its scheduler kills it."""
+
+    @property
+    def branch_point(self) -> tuple[str, int] | None:
+        """(directory, step) of `branch_from`, None where the run is no branch. Raises ConfigError."""
+        if self.branch_from is None:
+            return None
+        run, at, step = self.branch_from.rpartition("@")
+        if not (run and at and step.isascii() and step.isdigit()):
+            raise ConfigError(
+                f"run.branch_from = {self.branch_from}: write RUN@STEP, a run's directory and the step of "
+                "one of its checkpoints (runs/long@8000)"
+            )
+        return run, int(step)
 
 
 class Model(Section):

@@ -13,7 +13,7 @@ from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, parse_token
 
 def contradictions(config: Config) -> list[str]:
     """Pairs of fields that cannot both be meant, one line each."""
-    found = _of_lengths(config) + _of_model(config) + _of_recomputation(config)
+    found = _of_lengths(config) + _of_model(config) + _of_recomputation(config) + _of_beginning(config)
     if config.precision == "fp16":
         why = "gradients would carry a loss scale that clipping, norms and checkpoints here do not know"
         if config.optim.name == "muon":
@@ -38,6 +38,19 @@ def _of_lengths(config: Config) -> list[str]:
     if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
         found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
     return found
+
+
+def _of_beginning(config: Config) -> list[str]:
+    try:
+        branch = config.run.branch_point
+    except ConfigError as error:
+        return [str(error)]
+    if branch is not None and config.checkpoint.resume is not None:
+        return [
+            f"run.branch_from = {config.run.branch_from} and checkpoint.resume = {config.checkpoint.resume} "
+            "are two beginnings; leave one out"
+        ]
+    return []
 
 
 def _of_model(config: Config) -> list[str]:

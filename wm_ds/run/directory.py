@@ -17,12 +17,19 @@ from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError, Source
 from wm_ds.distributed.process_group import World
 from wm_ds.files import write_atomically, write_json
+from wm_ds.run.ancestry import HISTORY
 
 # What makes a run the run that it is: a start that differs here would continue something else.
-IDENTITY = ("model", "run.seed", "batch.global_batch")
+IDENTITY = ("model", "run.seed", "run.branch_from", "batch.global_batch")
+# What of these a branch may choose for itself: how the passes run, which no weight depends on.
+OF_A_BRANCH = (
+    "run.branch_from",
+    *(f"model.{name}" for name in ("schedule", "chunk_size", "relaxation", "num_groups", "attention")),
+    *(f"model.{name}" for name in ("no_grad_passes", "grad_passes", "prefill_passes", "prefill_groups")),
+)
 # What only says where and how often, and may change without a word. The data is compared by its content.
 QUIET = ("run.dir", "run.timeout_minutes", "run.time_limit_minutes", "log", "checkpoint", "evaluate", "data")
-CONFIG, HISTORY = "config.yaml", "history.json"
+CONFIG = "config.yaml"
 
 # The content of the packed data at a path, as a checksum; None where there is none.
 Content = Callable[[str], str | None]
@@ -42,14 +49,57 @@ def check(config: Config, content: Content) -> list[str]:
                 f"{folder} exists and is no run directory (no config.yaml): give another run.dir"
             )
         return []
-    changes = _differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
-    fatal = [f"{k} is {old!r} there and {new!r} here" for k, old, new in changes if _under(k, IDENTITY)]
+    fatal, notes = _compare(before, config, IDENTITY)
     fatal += _other_data(before, config, history(folder), content)
     if fatal:
         raise ConfigError(
             f"{folder} holds another run: {'; '.join(fatal)}; give another run.dir, or remove the directory"
         )
-    return [f"{k}: {old!r} -> {new!r}" for k, old, new in changes if not _under(k, (*IDENTITY, *QUIET))]
+    return notes
+
+
+def check_branch(ancestor: Path, config: Config, content: Content) -> list[str]:
+    """Check that a run can begin with a checkpoint of the run in `ancestor`; changes nothing. Rank 0 only.
+
+    Returns what the branch does otherwise, one line each. Raises ConfigError naming what differs where it is
+    another model, or another order of the data.
+    """
+    before = recorded(ancestor)
+    if before is None:
+        raise ConfigError(
+            f"run.branch_from = {config.run.branch_from}: {ancestor} is no run directory (no {CONFIG})"
+        )
+    fatal, notes = _compare(before, config, IDENTITY, OF_A_BRANCH)
+    fatal += _other_data(before, config, history(ancestor), content)
+    if fatal:
+        raise ConfigError(
+            f"run.branch_from = {config.run.branch_from}: {'; '.join(fatal)}; a branch has the model, the "
+            "seed and the data of the run that it begins with"
+        )
+    return notes
+
+
+def _compare(
+    before: Config, config: Config, fixed: tuple[str, ...], free: tuple[str, ...] = ()
+) -> tuple[list[str], list[str]]:
+    """What differs and must not, and what differs and is worth a line, each in words."""
+    fatal, notes = [], []
+    for key, old, new in _differences(before.model_dump(mode="json"), config.model_dump(mode="json")):
+        if key == "run.branch_from" and _same_point(before, config):
+            continue
+        if _under(key, fixed) and not _under(key, free):
+            fatal.append(f"{key} is {old!r} there and {new!r} here")
+        elif not _under(key, (*QUIET, "run.branch_from")):
+            notes.append(f"{key}: {old!r} -> {new!r}")
+    return fatal, notes
+
+
+def _same_point(before: Config, config: Config) -> bool:
+    """Whether both begin with the same checkpoint, however its path is written."""
+    old, new = before.run.branch_point, config.run.branch_point
+    if old is None or new is None:
+        return old is new
+    return old[1] == new[1] and os.path.realpath(old[0]) == os.path.realpath(new[0])
 
 
 def _is_foreign(path: Path) -> bool:
@@ -89,8 +139,9 @@ def recorded(folder: str | Path) -> Config | None:
 
 
 def history(folder: str | Path) -> dict[str, Any]:
-    """What the run was trained with so far: `data`, the contents of its sources, and `rates`, its
-    learning-rate schedules, each with the step `from` which it held. Empty where nothing is recorded."""
+    """What the run was trained with so far: `data`, the contents of its sources, `rates`, its learning-rate
+    schedules, each with the step `from` which it held, and `ancestry`, the runs that it descends from
+    (ancestry.py). Empty where nothing is recorded."""
     path = Path(folder) / HISTORY
     if not path.is_file():
         return {}
