@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support import exported, toy_corpus
-from wm_ds import train
+from tests.support.checkpoint_launch import finish, launch_run, train_run
 from wm_ds.checkpoint.format import read_manifest, read_tensor
 from wm_ds.run.ancestry import Ancestor, chain
 
-pytestmark = pytest.mark.alone  # trains in this process
+pytestmark = pytest.mark.alone
 
 LR = 1e-2
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory) -> Path:
-    """Six steps at a constant rate, with checkpoints of 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("family")
-    data = toy_corpus.packed(folder, 60, "--seq-len", 24, "--holdout", 4)
-    raw = {
-        "run": {"dir": str(folder / "long"), "deterministic": True},
+def config(tmp_path_factory) -> dict:
+    data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 60, "--seq-len", 24, "--holdout", 4)
+    return {
+        "run": {"dir": "", "deterministic": True},
         "model": exported.MODEL | {"num_groups": 4},
         "data": {"train": str(data)},
         "batch": {"global_batch": 4, "micro_batch": 2},
@@ -37,13 +34,21 @@ def long(tmp_path_factory) -> Path:
         "evaluate": {"every": None, "sequences": 2, "double_passes": False},
         "log": {"tensorboard": False},
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(raw))
-    assert train.main([str(folder / "run.yaml")]) == 0
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, config) -> Path:
+    """Six steps at a constant rate, with checkpoints of 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("family")
+    train_run(folder, config, "long", 1)
     return folder / "long"
 
 
-def launch(long: Path, run: Path, *overrides: str) -> int:
-    return train.main([str(long.parent / "run.yaml"), f"run.dir={run}", *overrides])
+def refused(folder: Path, config: dict, *overrides: str) -> tuple[int | None, str]:
+    """The exit code of a start as FOLDER/branch, and its last line."""
+    ranks, logs = launch_run(folder, config, "branch", 1, *overrides)
+    (code,) = finish(ranks, 90)
+    return code, (logs / "rank_0.log").read_text().strip().splitlines()[-1]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -61,9 +66,9 @@ def assert_same_state(one: Path, other: Path, step: int) -> None:
             assert (mine == theirs).all(), (tensor, kind)
 
 
-def test_a_branch_that_goes_on_as_its_ancestor_is_its_ancestor(long, tmp_path):
+def test_a_branch_that_goes_on_as_its_ancestor_is_its_ancestor(long, tmp_path, config):
     """Optimizer state, order of the data, counters and generators are all taken over."""
-    assert launch(long, tmp_path / "same", f"run.branch_from={long}@2") == 0
+    train_run(tmp_path, config, "same", 1, f"run.branch_from={long}@2")
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     ours, theirs = ([[row[key] for key in keys] for row in rows(run)] for run in (tmp_path / "same", long))
     assert ours == theirs[2:]
@@ -71,22 +76,23 @@ def test_a_branch_that_goes_on_as_its_ancestor_is_its_ancestor(long, tmp_path):
     assert chain(tmp_path / "same") == [Ancestor(str(long.resolve()), 2)]
 
 
-def test_a_cool_down_is_its_own_and_survives_being_requeued(long, tmp_path, capsys):
+def test_a_cool_down_is_its_own_and_survives_being_requeued(long, tmp_path, config):
     """Stopped after every step and started again, without its ancestor at last: as in one go."""
     ancestor = Path(shutil.copytree(long, tmp_path / "long"))
     cool = [f"run.branch_from={ancestor}@4", "steps=8", "optim.schedule=wsd", "optim.decay=3"]
-    assert launch(long, tmp_path / "whole", *cool) == 0
-    said = capsys.readouterr().out
+    train_run(tmp_path, config, "whole", 1, *cool)
+    (logs,) = tmp_path.glob("whole-ranks-*")
+    said = (logs / "rank_0.log").read_text()
     assert f"yet: starting from {ancestor}/checkpoints/step_00000004" in said
     assert f"a branch of {ancestor}@4, where the learning rate was 0.01; from here on: 0.01 at step 5" in said
     whole = rows(tmp_path / "whole")
     assert [row["step"] for row in whole] == [5, 6, 7, 8]
     assert [row["lr"] for row in whole] == pytest.approx([LR, LR * 0.7, LR * 0.4, LR * 0.1])
     assert whole[0]["loss"] == rows(long)[4]["loss"], "the same weights and rows"
-    assert launch(long, tmp_path / "cut", *cool, "run.time_limit_minutes=0.0001") == 0
-    assert launch(long, tmp_path / "cut", *cool, "run.time_limit_minutes=0.0001") == 0
+    train_run(tmp_path, config, "cut", 1, *cool, "run.time_limit_minutes=0.0001")
+    train_run(tmp_path, config, "cut", 1, *cool, "run.time_limit_minutes=0.0001")
     shutil.rmtree(ancestor)
-    assert launch(long, tmp_path / "cut", *cool) == 0
+    train_run(tmp_path, config, "cut", 1, *cool)
     cut = rows(tmp_path / "cut")
     assert [row["attempt"] for row in cut] == [1, 2, 3, 3]
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
@@ -95,23 +101,23 @@ def test_a_cool_down_is_its_own_and_survives_being_requeued(long, tmp_path, caps
     assert chain(tmp_path / "cut") == [Ancestor(str(ancestor), 4)]
 
 
-def test_a_damaged_branch_point_is_named_and_its_run_is_not_to_be_rewound(long, tmp_path, capsys):
+def test_a_damaged_branch_point_is_named_and_its_run_is_not_to_be_rewound(long, tmp_path, config):
     ancestor = Path(shutil.copytree(long, tmp_path / "long"))
     path = ancestor / "checkpoints/step_00000004/rank_00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert launch(long, tmp_path / "branch", f"run.branch_from={ancestor}@4", "steps=8") == 1
-    said = capsys.readouterr().err.strip().splitlines()[-1]
+    code, said = refused(tmp_path, config, f"run.branch_from={ancestor}@4", "steps=8")
+    assert code == 1
     assert f"{path}: is damaged" in said
     assert f"there are: step_00000006, step_00000004, step_00000002 in {ancestor}" in said
     assert "--rewind" not in said
-    assert launch(long, tmp_path / "branch", f"run.branch_from={ancestor}@2", "steps=3") == 0, "the remedy"
+    train_run(tmp_path, config, "branch", 1, f"run.branch_from={ancestor}@2", "steps=3")  # the remedy
 
 
-def test_a_refused_branch_leaves_nothing(long, tmp_path, capsys):
+def test_a_refused_branch_leaves_nothing(long, tmp_path, config):
     for words in (["model.hidden_size=64"], ["--dry-run", "model.hidden_size=64"]):
-        assert launch(long, tmp_path / "branch", f"run.branch_from={long}@4", *words) == 2
-        said = capsys.readouterr().err.strip().splitlines()[-1]
+        code, said = refused(tmp_path, config, f"run.branch_from={long}@4", *words)
+        assert code == 2
         assert f"error: run.branch_from = {long}@4: model.hidden_size is 32 there and 64 here" in said
         assert not (tmp_path / "branch").exists()

@@ -10,28 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.support import exported, toy_corpus
+from tests.support.checkpoint_launch import train_run
 from tools.average_checkpoints import main
-from wm_ds import train, trained
+from wm_ds import trained
 from wm_ds.checkpoint import average, format
 from wm_ds.checkpoint.format import load_weights, read_manifest, read_tensor
 from wm_ds.data.loader import GlobalBatches
 from wm_ds.engine.loss import TokenLoss
 
-pytestmark = pytest.mark.alone  # trains in this process
+pytestmark = pytest.mark.alone
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run of a few steps by the trainer itself, with a checkpoint of each."""
-    folder = tmp_path_factory.mktemp("run")
-    data = toy_corpus.packed(folder, 60, "--seq-len", 24, "--holdout", 4)
-    raw = {
-        "run": {"dir": str(folder / "run"), "deterministic": True},
+def config(tmp_path_factory) -> dict:
+    data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 60, "--seq-len", 24, "--holdout", 4)
+    return {
+        "run": {"dir": "", "deterministic": True},
         "model": exported.MODEL | {"num_groups": 4},
         "data": {"train": str(data)},
         "batch": {"global_batch": 4, "micro_batch": 2},
@@ -42,8 +40,13 @@ def run(tmp_path_factory) -> Path:
         "evaluate": {"every": None, "sequences": 2, "double_passes": False},
         "log": {"tensorboard": False},
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(raw))
-    assert train.main([str(folder / "run.yaml")]) == 0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, config) -> Path:
+    """A run of a few steps by the trainer itself, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("run")
+    train_run(folder, config, "run", 1)
     return folder / "run"
 
 
@@ -112,7 +115,8 @@ def plain_model(run: Path, averaged: Path) -> torch.nn.Module:
     return model
 
 
-def test_an_average_exports_and_the_export_says_what_it_is(run, averaged, tmp_path):
+def test_an_average_exports_and_the_export_says_what_it_is(run, averaged, tmp_path, monkeypatch):
+    monkeypatch.setattr(exported.export, "check", lambda *_: None)  # tests/export does it, at some length
     told: list[str] = []
     source = trained.find(averaged)
     export = exported.export.export(
@@ -132,10 +136,10 @@ def test_an_average_exports_and_the_export_says_what_it_is(run, averaged, tmp_pa
     )
 
 
-def test_a_run_trains_on_from_an_average(run, averaged, tmp_path):
+def test_a_run_trains_on_from_an_average(run, averaged, tmp_path, config):
     """The first loss is that of the average's weights on the batch that follows the newest checkpoint."""
     mine = Path(shutil.copytree(averaged, tmp_path / "run"))
-    assert train.main([str(run.parent / "run.yaml"), f"run.dir={mine}", "steps=5"]) == 0
+    train_run(tmp_path, config, "run", 1, "steps=5")
     rows = [json.loads(line) for line in (mine / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert list(losses) == [5]
