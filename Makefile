@@ -1,9 +1,10 @@
 # make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
 # make test      the tests                 ARGS="tests/export/test_export.py -x" passes arguments to pytest
 # make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
+# make test-serving the vLLM plugin (serving/vllm) in an environment of its own, .venv-serving (3.4 GB; see docs/serving.md)
 # make same-numbers BASE=main  shows that no number differs from a revision's (ARGS=--all: the whole matrix, minutes)
 # make lint      formatting, lint, type hints
-# make clean     removes what make demo and make test made, except .venv; make distclean removes that too
+# make clean     removes what make demo and make test made, except .venv; make distclean removes that and .venv-serving
 #
 # Settings, on the command line or in the environment:
 #   PYTHON       the interpreter to build .venv with (3.11 or newer)
@@ -27,7 +28,7 @@ BUILT := $(VENV)/.built-$(PIN)
 # When this make began, so that the demo's summary can count the installation in.
 export DEMO_STARTED := $(shell date +%s)
 
-.PHONY: demo test test-slurm same-numbers lint clean distclean install
+.PHONY: demo test test-slurm test-serving same-numbers lint clean distclean install
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
@@ -45,6 +46,10 @@ endif
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)
 	@tests/slurm/cluster.sh build/slurm run $(VENV)/bin/python -m pytest -m slurm --basetemp build/slurm/tests tests/slurm $(ARGS)
+
+# Says why and succeeds where the CPU build of vLLM cannot be had; SERVING_REQUIRED=1 makes that a failure.
+test-serving:
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" serving/vllm/tests/run.sh .venv-serving $(ARGS)
 
 same-numbers: $(BUILT)
 	@$(VENV)/bin/python -m tests.goldens.compare $(or $(BASE),main) $(ARGS)
@@ -82,7 +87,7 @@ $(BUILT): $(INSTALLED)
 
 clean:
 	rm -rf runs/demo data/demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-serving
