@@ -4,9 +4,20 @@ import inspect
 from typing import get_args
 
 import pytest
+import torch
 
-from wm_ds.config.schema import Model
-from wm_ds.families import FAMILIES, MODEL_TYPES, NAMES, family_of, has_passes, mixes_layers, model_class
+from wm_ds.config.schema import PLAIN_FAMILIES, Model
+from wm_ds.families import (
+    FAMILIES,
+    MODEL_TYPES,
+    NAMES,
+    cache_bytes,
+    cached_kvs,
+    family_of,
+    has_passes,
+    mixes_layers,
+    model_class,
+)
 from wm_ds.model import LCKVConfig, WhiteMatterConfig
 
 
@@ -19,10 +30,10 @@ def test_a_run_may_name_every_family_and_no_other():
 def test_the_columns_are_what_the_classes_are(family):
     forward = inspect.signature(family.model_class.forward).parameters
     assert family.takes_documents == ("document_ids" in forward)
-    assert family.has_passes == hasattr(family.config_class, "training_schedule")
+    config = family.config_class()
+    assert family.has_passes == (hasattr(config, "training_schedule") and config.feedback)
     assert family.own_code == family.model_class.__module__.startswith("wm_ds.model.")
     assert family.model_class.config_class is family.config_class
-    config = family.config_class()
     assert family_of(config) is family
     assert model_class(config) is family.model_class
 
@@ -35,4 +46,31 @@ def test_what_depends_on_the_configuration_too():
     assert not mixes_layers(WhiteMatterConfig(**without))
     assert has_passes(LCKVConfig())
     assert not mixes_layers(LCKVConfig())
-    assert not has_passes(NAMES["vanilla"].config_class())
+    for name in PLAIN_FAMILIES:
+        assert not has_passes(NAMES[name].config_class())
+        assert not mixes_layers(NAMES[name].config_class())
+
+
+def test_plain_families_are_those_without_passes():
+    assert set(PLAIN_FAMILIES) == {family.name for family in FAMILIES if not family.has_passes}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kvs"),
+    [
+        ("vanilla", {}, 16),
+        ("whitematter", {"num_kv_channels": 8}, 8),
+        ("lckv", {"warmup_layers": 4}, 5),
+        ("cla", {}, 8),
+        ("yoco", {}, 9),
+        ("yoco", {"own_kv_layers": 7}, 8),
+        ("fusedkv", {}, 8),
+    ],
+)
+def test_bytes_of_a_token_in_the_cache(name, fields, kvs):
+    """Of the paper's sizes: keys and values, three heads of 96."""
+    sizes = {"num_hidden_layers": 16, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96}
+    config = NAMES[name].config_class(**sizes, **fields)
+    assert cached_kvs(config) == kvs
+    assert cache_bytes(config, torch.bfloat16) == 2 * kvs * 288 * 2
+    assert cache_bytes(config, torch.float32) == 2 * kvs * 288 * 4

@@ -55,7 +55,7 @@ from transformers import PreTrainedModel
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config
 from wm_ds.errors import run_cli
-from wm_ds.families import build_model, model_config
+from wm_ds.families import build_model, has_passes, model_config
 from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
 from wm_ds.model.modeling import CACHE_FIELD
 from wm_ds.model.work import Count, pass_counts, plan
@@ -185,9 +185,7 @@ def train(lm: PreTrainedModel, length: int, **options: Any) -> tuple[float, floa
 def decode(lm: PreTrainedModel, length: int) -> float:
     """FLOPs of one more token behind `length` cached ones."""
     lm.eval()
-    one_pass: dict[str, Any] = (
-        {"schedule": Schedule.jacobi(1)} if isinstance(lm, WhiteMatterForCausalLM) else {}
-    )
+    one_pass: dict[str, Any] = {"schedule": Schedule.jacobi(1)} if has_passes(lm.config) else {}
     cache = getattr(forward(lm, length, use_cache=True, **one_pass), CACHE_FIELD)
     return count(lambda: forward(lm, 1, length, use_cache=True, **{CACHE_FIELD: cache}), Account(length))
 
@@ -203,7 +201,7 @@ def report(name: str, lm: PreTrainedModel, length: int = 2048) -> Report:
     """Both accountings of a model on the meta device, at sequences of `length` tokens."""
     step = decode(lm, length)
     config = lm.config
-    if not isinstance(lm, WhiteMatterForCausalLM) or not config.feedback:
+    if not has_passes(config):
         ahead, back = train(lm, length)
         lean = Flops((ahead + back) / length, prefill(lm, length) / length, step)
         return Report(name, length, lean, lean, 0.0)

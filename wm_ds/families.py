@@ -16,7 +16,18 @@ from transformers.configuration_utils import PretrainedConfig
 
 from wm_ds.config.schema import ConfigError, Model
 from wm_ds.errors import one_line
-from wm_ds.model import LCKVConfig, LCKVForCausalLM, WhiteMatterConfig, WhiteMatterForCausalLM
+from wm_ds.model import (
+    CLAConfig,
+    CLAForCausalLM,
+    FusedKVConfig,
+    FusedKVForCausalLM,
+    LCKVConfig,
+    LCKVForCausalLM,
+    WhiteMatterConfig,
+    WhiteMatterForCausalLM,
+    YOCOConfig,
+    YOCOForCausalLM,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,22 @@ FAMILIES = (
         takes_documents=True,
         own_code=True,
     ),
+    *(
+        Family(
+            config_class.model_type,  # layers that run once and share KV
+            config_class,
+            model_class,
+            has_passes=False,
+            has_pool=False,
+            takes_documents=True,
+            own_code=True,
+        )
+        for config_class, model_class in (
+            (CLAConfig, CLAForCausalLM),
+            (YOCOConfig, YOCOForCausalLM),
+            (FusedKVConfig, FusedKVForCausalLM),
+        )
+    ),
     Family(
         "vanilla",  # transformers' own
         Qwen3Config,
@@ -85,13 +112,24 @@ def family_of(hf_config: PretrainedConfig) -> Family:
 
 
 def has_passes(hf_config: PretrainedConfig) -> bool:
-    """Whether the model iterates: not vanilla, and not the ablation without feedback."""
+    """Whether the model iterates: no family whose layers run once, nor the ablation without feedback."""
     return family_of(hf_config).has_passes and hf_config.feedback
 
 
 def mixes_layers(hf_config: PretrainedConfig) -> bool:
     """Whether deeper layers' states come back through one pool: WhiteMatter with feedback."""
     return family_of(hf_config).has_pool and hf_config.feedback
+
+
+def cached_kvs(hf_config: PretrainedConfig) -> int:
+    """How many KVs the cache holds for a token: one a layer, or the channels that layers share."""
+    return getattr(hf_config, "num_kv_channels", hf_config.num_hidden_layers)
+
+
+def cache_bytes(hf_config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes that the cache takes for one token: keys and values of all its KVs."""
+    heads = hf_config.num_key_value_heads * hf_config.head_dim
+    return 2 * cached_kvs(hf_config) * heads * dtype.itemsize
 
 
 def model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -124,10 +162,9 @@ def _model_config(model: Model, vocab_size: int, seq_len: int, eos_id: int | Non
         return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
     # Ids beyond the data's are padding of the vocabulary: no token, and never generated.
     fields["tokenizer_size"] = min(vocab_size, fields["vocab_size"])
-    if model.family == "lckv":
-        return LCKVConfig(**fields)
-    fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))
-    return WhiteMatterConfig(**fields)
+    if model.family == "whitematter":
+        fields.setdefault("num_kv_channels", max(1, model.num_hidden_layers // 2))
+    return NAMES[model.family].config_class(**fields)
 
 
 def num_groups(model: Model) -> int:

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.optimizers import optimizer
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, to_steps
-from wm_ds.families import build_model, model_config
+from wm_ds.engine.loss import TokenLoss
+from wm_ds.families import build_model, cached_kvs, model_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -38,7 +40,13 @@ ABLATIONS = {
     "related_feedback_transformer": 47_648_448 - 2 * 16 * 4096,
     "related_recurrent_transformer": 54_064_128 - 2 * 256 * 4096 - 2 * 256,
 }
-SIZES = MAIN | SWEEP | ABLATIONS
+# Vanilla without eight layers' K and V projections and key norms; FusedKV's eight upper layers mix.
+RIVALS = {
+    "related_cla2": 51_924_480 - 8 * (2 * 512 * 288 + 96),
+    "related_yoco": 51_924_480 - 8 * (2 * 512 * 288 + 96),
+    "related_fusedkv": 51_924_480 - 8 * (2 * 512 * 288 + 96) + 8 * 2 * (288 // 2 + 288),
+}
+SIZES = MAIN | SWEEP | ABLATIONS | RIVALS
 
 
 def non_embedding(config: Config, seq_len: int = 2048) -> int:
@@ -87,7 +95,7 @@ def test_length_of_the_main_runs(name: str) -> None:
     assert to_steps("warmup", config.optim.warmup, config.steps, 128 * 2048) == 610
 
 
-@pytest.mark.parametrize("name", [*SWEEP, *ABLATIONS])
+@pytest.mark.parametrize("name", [*SWEEP, *ABLATIONS, *RIVALS])
 def test_length_of_the_sweep(name: str) -> None:
     config = load(CONFIGS / f"{name}.yaml")
     assert (config.batch.global_batch, config.steps) == (8, 20_000)
@@ -118,6 +126,42 @@ def test_ablations_change_one_thing() -> None:
     assert static.fields() == full.fields() | {"routing": "static"}
     m = load(CONFIGS / "ablation_no_feedback.yaml").model
     assert (m.feedback, m.num_kv_channels, m.no_grad_passes, m.grad_passes) == (False, 16, 0, 1)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_have_half_a_cache(name: str) -> None:
+    m = load(CONFIGS / f"{name}.yaml").model
+    assert cached_kvs(model_config(m, vocab_size=151_936, seq_len=2048, eos_id=None)) == 8
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("related_*.yaml")), ids=lambda path: path.stem)
+def test_related_models_train(path: Path) -> None:
+    """At a tiny size, on one batch, with the recipe's recomputation and rules: the loss falls fast."""
+    small = "hidden_size=32 intermediate_size=48 head_dim=8 num_hidden_layers=4"
+    heads = "num_attention_heads=4 num_key_value_heads=2"
+    overrides = [f"model.{field}" for field in f"{small} {heads}".split()]
+    own = load(path).model
+    if own.num_kv_channels == own.num_hidden_layers:
+        overrides.append("model.num_kv_channels=4")
+    if own.own_kv_layers is not None:
+        overrides.append("model.own_kv_layers=2")
+    config = load(path, overrides)
+    hf_config = model_config(config.model, vocab_size=50, seq_len=12, eos_id=0)
+    lm = build_model(hf_config, seed=0, recompute=config.recompute).train()
+    update, loss = optimizer(lm, 2e-2), TokenLoss(lm)
+    ids = torch.randint(1, 50, (4, 12), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 12, [0] * 5 + [1] * 7] * 2)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = labels[1::2, 4] = -100
+    losses = []
+    for _ in range(6):
+        total = loss(ids, labels, documents) / int((labels >= 0).sum())
+        total.backward()
+        assert all(p.grad is not None for p in lm.parameters())
+        update.step()
+        lm.zero_grad(set_to_none=True)
+        losses.append(total.item())
+    assert losses[-1] < 0.7 * losses[0], losses
 
 
 def test_the_controlled_model_is_trained_exactly() -> None:

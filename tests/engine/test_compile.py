@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from wm_ds.engine.compile import compile_blocks
 from wm_ds.families import build_model
-from wm_ds.model import LCKVConfig, WhiteMatterConfig
+from wm_ds.model import FusedKVConfig, LCKVConfig, WhiteMatterConfig
 
 SIZES = {
     "vocab_size": 50,
@@ -22,6 +22,7 @@ SIZES = {
 }
 WHITEMATTER = WhiteMatterConfig(**SIZES, num_kv_channels=2, num_groups=4)
 LCKV = LCKVConfig(**SIZES | {"num_hidden_layers": 4}, warmup_layers=2, num_groups=1)
+FUSEDKV = FusedKVConfig(**SIZES, own_kv_layers=2)
 
 
 def gradients(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -48,6 +49,7 @@ def gradients(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
         (WHITEMATTER, "group+layer", "aot_eager"),
         (LCKV, "none", "aot_eager"),
         (LCKV, "group", "aot_eager"),
+        pytest.param(FUSEDKV, "layer", "aot_eager", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "model_type", value),
 )

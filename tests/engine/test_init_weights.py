@@ -23,6 +23,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "vanilla"},
     {"family": "vanilla", "tie_word_embeddings": True},
     {"family": "lckv", "warmup_layers": 1},
+    {"family": "fusedkv"},
 ]
 
 

@@ -100,7 +100,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "pool.key.proj")
 MATRIX = (*MATRIX, "pool.value.proj", "router_weight")
-PLAIN = ("norm", "bias", "dummy")
+PLAIN = ("norm", "bias", "dummy", "fusion")
 
 
 class Reference:
@@ -228,6 +228,10 @@ def selection() -> dict[int, list[Case]]:
         plan[4].append(replace(case, clip=0.3, clip_rule=rule, streamed=True))
     plan[2].append(Case(STAGES["zero3"], "whitematter", recompute="group", evaluate=True))
     plan[2].append(Case(STAGES["zero2"], "lckv", accumulation=2))
+    for i, stage in enumerate(("zero0", "zero1", "zero2", "zero3")):
+        recompute = ("layer", "none")[i % 2]
+        plan[2].append(Case(STAGES[stage], "fusedkv", recompute=recompute, streamed=i % 2 == 1, steps=2))
+    plan[2].append(Case(STAGES["zero3"], "yoco", recompute="layer", tied=True, evaluate=True, steps=2))
     return plan
 
 

@@ -19,8 +19,9 @@ from tests.support import exported
 from wm_ds import trained
 from wm_ds.evaluate import __main__ as evaluate
 from wm_ds.evaluate import harness
-from wm_ds.evaluate.perplexity import mean_loss
+from wm_ds.evaluate.perplexity import EvaluationError, mean_loss
 from wm_ds.evaluate.scheduled_lm import ScheduledLM
+from wm_ds.evaluate.tasks import Question, scoring_schedule
 from wm_ds.model import Schedule, WhiteMatterConfig, WhiteMatterForCausalLM
 from wm_ds.plan.storage_tracker import StorageTracker
 
@@ -101,6 +102,19 @@ def test_schedule_is_the_one_asked_for(model, tokenizer):
         expected = [by_hand(model, tokenizer, *pair, schedule) for pair in pairs]
         assert [s[0] for s in scores[schedule]] == pytest.approx([e[0] for e in expected], abs=1e-4)
     assert max(abs(a[0] - b[0]) for a, b in zip(scores[few], scores[exact])) > 1e-2
+
+
+def test_a_model_that_runs_once_is_scored_in_one_pass(tmp_path, tokenizer):
+    once = trained.find(exported.make_run(tmp_path, family="fusedkv")).load(torch.float32)
+    pairs = requests(6)
+    assert scoring_schedule(once.config, Question(tmp_path, [])) is None
+    scores = loglikelihood(make_lm(once, tokenizer, 4), pairs)
+    for pair, (score, greedy) in zip(pairs, scores, strict=True):
+        expected, best = by_hand(once, tokenizer, *pair)
+        assert score == pytest.approx(expected, abs=1e-4)
+        assert greedy == best
+    with pytest.raises(EvaluationError, match="--passes, --groups and --exact are for models that iterate"):
+        scoring_schedule(once.config, Question(tmp_path, [], passes=2))
 
 
 def test_stock_backend_gives_the_same(model, tokenizer):

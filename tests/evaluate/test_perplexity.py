@@ -198,8 +198,9 @@ def test_folder_gives_the_same_numbers_as_its_run(run, report, tmp_path):
         evaluated(folder)
 
 
-def test_vanilla_has_one_row(tmp_path):
-    run = exported.make_run(tmp_path, family="vanilla")
+@pytest.mark.parametrize("family", ["vanilla", "cla"])
+def test_without_passes_there_is_one_row(tmp_path, family):
+    run = exported.make_run(tmp_path, family=family)
     report = evaluated(run)
     assert list(losses(report)) == ["one pass"]
     model = trained.find(run).load(torch.float32)

@@ -19,7 +19,7 @@ from tests.support import exported
 from wm_ds import trained
 from wm_ds.export import export, verify
 from wm_ds.export import weights as weight_files
-from wm_ds.model import LCKVForCausalLM, WhiteMatterForCausalLM
+from wm_ds.model import FusedKVForCausalLM, LCKVForCausalLM, WhiteMatterForCausalLM
 
 TOOL = str(Path(__file__).parents[2] / "tools" / "export_hf.py")
 
@@ -199,6 +199,27 @@ def test_lckv_stands_alone(tmp_path):
     greedy = model.generate(tokens, do_sample=False, min_new_tokens=32, max_new_tokens=32)
     assert torch.equal(tensors["greedy"], greedy[:, tokens.shape[1] :])
     assert_no_padded_id_is_sampled(LCKVForCausalLM.from_pretrained(out))
+
+
+def test_fusedkv_stands_alone(tmp_path):
+    """As above; the held-out rows and the way back: test_import_hf.py."""
+    run = exported.make_run(tmp_path, family="fusedkv")
+    out, asked, tensors, printed = watched_export(run, tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "sharing.FusedKVForCausalLM"
+    assert (config["own_kv_layers"], config["tokenizer_size"]) == (2, 257)
+    assert not {"num_groups", "router_stride", "feedback"} & config.keys()
+    assert printed["class"] == "FusedKVForCausalLM"
+    card = (out / "README.md").read_text()
+    assert "2 of the 4 layers have KV of their own, and each of those above reads a learned mixture" in card
+    assert "2/4 of what a model of this depth usually keeps: 256 bytes a token in float32." in card
+    assert "passes" not in card
+    model, tokens = exported.build(run, seed=7), torch.tensor(asked["tokens"])
+    with torch.no_grad():
+        torch.testing.assert_close(tensors["logits"], model(tokens).logits, rtol=0, atol=1e-6)
+    greedy = model.generate(tokens, do_sample=False, min_new_tokens=32, max_new_tokens=32)
+    assert torch.equal(tensors["greedy"], greedy[:, tokens.shape[1] :])
+    assert_no_padded_id_is_sampled(FusedKVForCausalLM.from_pretrained(out))
 
 
 def watched_export(run: Path, out: Path) -> tuple[Path, dict, dict, dict]:

@@ -13,7 +13,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from tests.support.tiny import VOCABULARY, build, tokens
 from wm_ds.model import (
+    CLAConfig,
+    CLAForCausalLM,
+    CLAModel,
     Converged,
+    FusedKVConfig,
     LCKVConfig,
     LCKVForCausalLM,
     LCKVModel,
@@ -21,6 +25,7 @@ from wm_ds.model import (
     WhiteMatterConfig,
     WhiteMatterForCausalLM,
     WhiteMatterModel,
+    YOCOConfig,
 )
 
 ROW = tokens(2, 7)
@@ -80,7 +85,8 @@ def equal(one: list, other: list) -> bool:
 def test_every_argument_of_a_forward_has_an_effect_or_is_refused(kind: str) -> None:
     lm = build().eval()
     model, table = (lm, HEAD) if kind == "head" else (lm.model, FORWARD)
-    for cls in (WhiteMatterForCausalLM, LCKVForCausalLM) if kind == "head" else (WhiteMatterModel, LCKVModel):
+    heads = (WhiteMatterForCausalLM, LCKVForCausalLM, CLAForCausalLM)
+    for cls in heads if kind == "head" else (WhiteMatterModel, LCKVModel, CLAModel):
         assert parameters_of(cls.forward) == set(table), "an argument without a proof of its effect"
     with torch.no_grad():
         plain = flat(model(input_ids=ROW))
@@ -187,6 +193,10 @@ def test_every_field_of_a_configuration_has_an_effect(monkeypatch) -> None:
     fields = parameters_of(WhiteMatterConfig.__init__) - {"kwargs"}
     assert fields - TOLD == set(CONFIG), "a field without a proof of its effect"
     assert parameters_of(LCKVConfig.__init__) - fields == {"warmup_layers", "kwargs"}
+    # Their effect: test_sharing.py, where each is a model of its own.
+    assert parameters_of(CLAConfig.__init__) - fields == {"layers_per_kv", "kwargs"}
+    assert parameters_of(YOCOConfig.__init__) - fields == {"own_kv_layers", "kwargs"}
+    assert parameters_of(FusedKVConfig.__init__) - fields == {"own_kv_layers", "kwargs"}
     plain = traces(WhiteMatterConfig(**BASE), monkeypatch)
     for name, given in CONFIG.items():
         fields = BASE | given
@@ -212,7 +222,7 @@ def test_every_field_of_a_configuration_has_an_effect(monkeypatch) -> None:
         ({"is_encoder_decoder": True}, "has no 'is_encoder_decoder'"),
     ],
 )
-@pytest.mark.parametrize("cls", [WhiteMatterConfig, LCKVConfig])
+@pytest.mark.parametrize("cls", [WhiteMatterConfig, LCKVConfig, CLAConfig])
 def test_fields_that_nothing_reads_are_refused(cls, field: dict, hint: str, tmp_path) -> None:
     with pytest.raises(TypeError, match=hint):
         cls(**field)

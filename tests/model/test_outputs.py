@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model import test_lckv
+from tests.model import test_lckv, test_sharing
 from tests.support import reference
 from tests.support.tiny import build, parameters, settings, tokens
 from wm_ds.model import Schedule
@@ -59,12 +59,19 @@ def sandwich():
     return lm, p, None, lambda: reference.lckv(p, s, ROW, DOCUMENTS, condensed, steps, no_grad=2)
 
 
+def fused():
+    lm = test_sharing.build("fusedkv")
+    p = parameters(lm, requires_grad=True)
+    return lm, p, None, lambda: test_sharing.definition(p, settings(lm), "fusedkv", ROW, DOCUMENTS)
+
+
 FAMILIES = {
     "cyclic": lambda: whitematter(Schedule.cyclic(3, 3, no_grad=1), reference.cyclic(LENGTH, 3, 3), 1),
     "wavefront": lambda: whitematter(Schedule.wavefront(4, 2, 2), reference.wavefront(LENGTH, 4, 2, 2)),
     "exact": lambda: whitematter(Schedule.exact(), reference.one_by_one(LENGTH)),
     "no feedback": without_feedback,
     "lckv": sandwich,
+    "fusedkv": fused,
 }
 
 

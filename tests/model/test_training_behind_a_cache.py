@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests.model import test_lckv
+from tests.model import test_lckv, test_sharing
 from tests.support import reference
 from tests.support.tiny import build, parameters, settings, tokens
 from wm_ds.model import Schedule
@@ -16,6 +16,7 @@ FAMILIES = {
     "whitematter": build,
     "no feedback": lambda: build(k=4, feedback=False),
     "lckv": test_lckv.build,
+    "fusedkv": test_sharing.build,
 }
 
 

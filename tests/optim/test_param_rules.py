@@ -77,6 +77,11 @@ TABLE = {
     **{f"model.pool.{b}.router_bias": ("adamw", 0.0) for b in ("key", "value")},
     **dict.fromkeys(("model.pool.key.head_norm", "model.norm.weight"), ("adamw", 0.0)),
     **dict.fromkeys(("model.dummy_key", "model.dummy_value"), ("adamw", 0.0)),
+    **{
+        f"model.layers.*.self_attn.fusion.{side}_{place}": ("adamw", 0.0)
+        for side in ("key", "value")
+        for place in ("bottom", "middle")
+    },
 }
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -91,7 +96,7 @@ def test_the_table_of_every_shipped_run_is_pinned(path):
     rows = table_for(config, lm)
     assert [r.name for r in rows] == [name for name, _ in lm.named_parameters()]
     layers, family = hf.num_hidden_layers, config.model.family
-    expected = {"whitematter": ("q", "o"), "vanilla": tuple("qkvo"), "lckv": ("q", "o")}[family]
+    expected = tuple("qkvo") if family == "vanilla" else ("q", "o")
     for row in rows:
         assert (row.rule, row.decay) == TABLE[re.sub(r"\.\d+\.", ".*.", row.name)], row.name
         stacked = row.name.startswith("model.pool.") and row.name.endswith("proj")
@@ -116,6 +121,9 @@ BLOCK, KV = 2 * 512 * 576 + 3 * 512 * 1536, 2 * 512 * 288
         ("paper_wm_k16", 16 * BLOCK + 16 * KV + 2 * 16 * 16 * 8 * 512),
         ("ablation_static_k16", 16 * BLOCK + 16 * KV),
         ("paper_lckv_w7", 16 * BLOCK + 8 * KV),
+        ("related_cla2", 16 * BLOCK + 8 * KV),
+        ("related_yoco", 16 * BLOCK + 8 * KV),
+        ("related_fusedkv", 16 * BLOCK + 8 * KV),
     ],
 )
 def test_what_muon_updates_by_hand(name, elements):

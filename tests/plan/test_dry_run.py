@@ -39,6 +39,7 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
     assert configuration.parse(resolved) == configuration.load(path)
     assert '"gradient_clipping": 0.0' in section(shown, "DeepSpeed's configuration")
     assert "model.pool.key.proj" in section(shown, "parameters")
+    assert "the cache holds 2 KVs a token for 4 layers: 64 bytes in bf16" in shown
     assert "1 micro-batches of 2 per rank and step" in shown
     assert re.search(r"warm-up 2 steps; learning rate 0\.005 at step 1, 0\.01 at step 2", shown)
     batches, _ = open_data(configuration.load(path))
@@ -56,6 +57,7 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
         ("zero3_offload", {}),
         ("zero1", {"precision": "bf16", "batch__micro_batch": 1, "optim__clip_rule": "local"}),
         ("zero2", {"model__family": "vanilla", "model__num_groups": None, "recompute": "layer"}),
+        ("zero2", {"model__family": "fusedkv", "model__num_groups": None, "recompute": "layer"}),
     ],
 )
 def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, changes: dict[str, Any]):  # noqa: F811

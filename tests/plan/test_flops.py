@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3Config
 
-from wm_ds.model import WhiteMatterConfig
+from wm_ds.model import CLAConfig, FusedKVConfig, WhiteMatterConfig, YOCOConfig
 from wm_ds.plan.flops import training
 
 UNIT = 589_824  # FLOPs: at these sizes a block is 10 units of products and 4 of causal attention
@@ -33,6 +33,16 @@ def test_whitematter_training_in_units(k, pool):
 def test_vanilla_training_is_the_papers_number():
     found = training(Qwen3Config(**PAPER), 2048)
     assert (found.model - HEAD) / 1e9 == pytest.approx(0.444, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "kvs"), [(CLAConfig(**PAPER), 8), (YOCOConfig(**PAPER), 9), (FusedKVConfig(**PAPER), 8)]
+)
+def test_shared_kv_is_projected_once(config, kvs):
+    """A block is 10 products and 4 of attention; a KV one product."""
+    found = training(config, 2048, "layer")
+    assert found.model == pytest.approx((16 * (3 * 10 + 3.5 * 4) + 3 * kvs) * UNIT + HEAD, rel=1e-12)
+    assert found.hardware - found.model == pytest.approx((16 * 14 + kvs) * UNIT)
 
 
 def test_recomputation_adds_what_it_runs_again():

@@ -66,6 +66,8 @@ OTHERS = {
     "ablation_no_feedback": ["model.num_hidden_layers=2", "model.num_kv_channels=2"],
     "ablation_static_k1": ["model.num_hidden_layers=2", *PASSES],
     "related_feedback_transformer": ["model.num_hidden_layers=2"],
+    "related_cla2": ["model.num_hidden_layers=4"],
+    "related_fusedkv": ["model.num_hidden_layers=4", "model.own_kv_layers=2"],
 }
 
 

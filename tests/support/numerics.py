@@ -102,6 +102,10 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
         }
     if case.family == "lckv":
         model |= {"warmup_layers": 1, "no_grad_passes": 1, "grad_passes": 2}
+    if case.family == "fusedkv":
+        model |= {"own_kv_layers": 2}
+    if case.family == "yoco":
+        model |= {"own_kv_layers": 1}
     return {
         "run": {"dir": "unused", "seed": case.seed},
         "model": model,

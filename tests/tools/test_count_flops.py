@@ -105,6 +105,15 @@ def test_lckv_multiples_of_vanilla_to_the_printed_digit() -> None:
         assert tuple(f"{paper[c] / base[c]:.2f}" for c in ("training", "prefill", "decode")) == printed
 
 
+def test_layers_that_share_kv_by_hand() -> None:
+    """Eight of sixteen layers make a KV, which is one product."""
+    for name in ("related_cla2", "related_yoco", "related_fusedkv"):
+        lean = counted(name)["lean"]
+        assert lean["training"] / UNIT == pytest.approx(16 * 44 + 8 * 3, abs=0.1)
+        assert lean["prefill"] / UNIT == pytest.approx(16 * 14 + 8, abs=0.1)
+        assert lean["decode"] / UNIT == pytest.approx(16 * 18 + 8, abs=0.1)
+
+
 def test_group_recomputation_is_listed_apart() -> None:
     """It repeats the gradient passes, the blocks of the last detached pass for the sake of their pool, and
     the pool of the start, which that pass overwrote."""

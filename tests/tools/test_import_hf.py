@@ -100,7 +100,7 @@ def test_a_run_with_checkpoints_is_refused(run, folder):
         import_hf.import_folder(folder, load(run / "config.yaml"))
 
 
-@pytest.mark.parametrize("family", ["vanilla", "lckv"])
+@pytest.mark.parametrize("family", ["vanilla", "lckv", "cla", "yoco", "fusedkv"])
 def test_other_families_come_back_too(tmp_path, monkeypatch, family):
     """From a bf16 export: its rounded weights are the new masters."""
     more = {"warmup_layers": 2} if family == "lckv" else {}

@@ -41,8 +41,8 @@ Minutes = Annotated[float, Unit("minutes")]
 Duration = Annotated[int | str, Unit("optimizer steps, a share of the run, or tokens")]
 
 
-# Families that are transformers' own: their layers run once, and there is no pool.
-PLAIN_FAMILIES = ("vanilla",)
+# Families whose layers run once: there is no pool and no pass.
+PLAIN_FAMILIES = ("vanilla", "cla", "yoco", "fusedkv")
 
 
 class Section(BaseModel):
@@ -86,9 +86,9 @@ class Run(Section):
 class Model(Section):
     """The model: family, sizes, pool, and the passes of a training step."""
 
-    family: Literal["whitematter", "vanilla", "lckv"] = "whitematter"
+    family: Literal["whitematter", "vanilla", "lckv", "cla", "yoco", "fusedkv"] = "whitematter"
     """whitematter; vanilla: transformers' Qwen3, same sizes, ordinary attention; lckv: the sandwich of the
-    paper's baseline."""
+    paper's baseline; cla, yoco, fusedkv: layers that share KV without feedback (docs/model.md)."""
     vocab_size: Tokens | None = Field(None, gt=0)
     """Rows of the embedding; default: the packed data's vocabulary. May be larger, not smaller."""
     hidden_size: Channels = Field(gt=0)
@@ -112,7 +112,7 @@ class Model(Section):
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the fresh weights."""
     num_kv_channels: Count | None = Field(None, gt=0)
-    """k: KV channels, shared by all layers; default L/2. Family vanilla has neither this nor what follows."""
+    """k: KV channels, shared by all layers; default L/2. What follows belongs to some families only."""
     router_stride: Count | None = Field(None, gt=0)
     """p: the routers read the state of every p-th layer. Default 2."""
     router_init: str | None = None
@@ -121,6 +121,11 @@ class Model(Section):
     """Where mixing weights come from: a router per token (default), or numbers that are learned or fixed."""
     feedback: bool | None = None
     """False: a layer reads shallower layers only (ablation; needs k = L). Default true."""
+    layers_per_kv: Count | None = Field(None, gt=0)
+    """cla only: so many consecutive layers share the KV of the lowest of them. Default 2 (CLA2)."""
+    own_kv_layers: Count | None = Field(None, ge=0)
+    """yoco and fusedkv only: layers at the bottom with KV of their own. Default L/2. yoco's cache has one KV
+    more, which the layers above share."""
     warmup_layers: Count | None = Field(None, ge=0)
     """lckv only: layers with KV of their own, half at the bottom and half at the top."""
     schedule: Literal["cyclic", "chunked", "wavefront", "exact"] | None = None
@@ -288,7 +293,7 @@ class Zero3(Section):
     gather: Literal["step", "pass", "traversal"] | None = None
     """At ZeRO stage 3, how often parameters are gathered: once a step (the whole body at once), once a pass,
     or at every traversal of a layer (least memory, hundreds of gathers; needs recompute layer or group+layer
-    for a multi-pass model). Default: step for multi-pass models, traversal for vanilla."""
+    for a multi-pass model). Default: step for multi-pass models, traversal for the others."""
 
 
 class Guard(Section):

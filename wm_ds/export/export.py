@@ -3,7 +3,7 @@
     DIR/config.json              with auto_map, and generation_config.json
     DIR/model*.safetensors       and their index, where there are several
     DIR/tokenizer.json …         the tokenizer's files
-    DIR/*.py                     the model's own code (WhiteMatter; vanilla is a plain Qwen3 and needs none)
+    DIR/*.py                     the model's own code (not for vanilla, which is a plain Qwen3)
     DIR/README.md, export.json   the model card, and where it came from
 
 Tensors are read in pieces, cast once from the fp32 masters and written one shard at a time, so memory is

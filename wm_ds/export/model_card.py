@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from wm_ds.families import family_of, has_passes
+import torch
+
+from wm_ds.families import cache_bytes, cached_kvs, family_of, has_passes
 
 WHAT = (
     "Every layer attends to {channels} mixed from the states of *all* {layers} layers of past tokens. "
@@ -17,6 +19,15 @@ LCKV = (
     "An LCKV sandwich: {warmup} of its {layers} layers have KV of their own, and all between share the KV of "
     "the topmost of them, which past tokens have and the token itself does not have yet."
 )
+CLA = "Cross-layer attention: every {share} consecutive layers share the KV of the lowest of them."
+YOCO = (
+    "YOCO's sharing: {own} of the {layers} layers have KV of their own, and all above share one KV, which is "
+    "made from the state that leaves these."
+)
+FUSEDKV = (
+    "FusedKV: {own} of the {layers} layers have KV of their own, and each of those above reads a learned "
+    "mixture of the first and the last of them."
+)
 CODE = (
     "The model's code is in this folder; `trust_remote_code=True` allows transformers to run it. The "
     "tokenizer needs no code: where `AutoTokenizer` asks whether to run the model's, answer no, or give "
@@ -27,7 +38,10 @@ HOW = (
     "in `config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
     "exactly."
 )
-CACHE = "The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps."
+CACHE = (
+    "The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps: {size:,} "
+    "bytes a token in {dtype}."
+)
 SHAPE = (
     "num_hidden_layers",
     "hidden_size",
@@ -72,10 +86,13 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "",
     ]
     if remote:
-        usual = config.prefill_schedule("cyclic")
-        groups = _groups(usual.groups)
-        how = [CODE, HOW.format(passes=usual.passes, groups=groups)] if iterates else [CODE]
-        how += [CACHE.format(k=config.num_kv_channels, layers=config.num_hidden_layers)]
+        how = [CODE]
+        if iterates:
+            usual = config.prefill_schedule("cyclic")
+            how += [HOW.format(passes=usual.passes, groups=_groups(usual.groups))]
+        size = cache_bytes(config, getattr(torch, facts["dtype"]))
+        sizes = {"k": cached_kvs(config), "layers": config.num_hidden_layers}
+        how += [CACHE.format(**sizes, size=size, dtype=facts["dtype"])]
         lines += [" ".join(how), ""]
     lines += ["## Model", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in _shape(config).items()]
@@ -109,6 +126,11 @@ def _kind(config: Any) -> str:
     layers = config.num_hidden_layers
     if config.model_type == "lckv":
         return LCKV.format(warmup=config.warmup_layers, layers=layers)
+    if config.model_type == "cla":
+        return CLA.format(share=config.layers_per_kv)
+    if config.model_type in ("yoco", "fusedkv"):
+        words = YOCO if config.model_type == "yoco" else FUSEDKV
+        return words.format(own=config.own_kv_layers, layers=layers)
     if not config.feedback:
         return f"A WhiteMatter language model. {WITHOUT_FEEDBACK}"
     k = config.num_kv_channels

@@ -1,5 +1,7 @@
 """Norm, rotary embedding, feed-forward network and decoder block: Qwen3's, without K and V projections.
 
+And the two blocks that have more than that: one with K and V of its own, one that mixes those of two others.
+
 Shapes: B rows, n positions of a step, D width, I feed-forward width, H query heads, G KV heads, d head width,
 m slots of the pool's buffer that the queries may reach.
 """
@@ -117,3 +119,65 @@ class WhiteMatterDecoderLayer(nn.Module):
         """The layer's output [B, n, D] once attention has read."""
         x_BnD = x_BnD + self.self_attn.output(out_BHnd)
         return x_BnD + self.mlp(self.post_attention_layernorm(x_BnD))
+
+
+class OwnKVAttention(PoolAttention):
+    """PoolAttention with K and V projections and a key norm: all of Qwen3's attention."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__(config)
+        width = config.num_key_value_heads * config.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def entries(self, x_BnD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated, normed keys and raw values, each [B, G, n, d]."""
+        key = self.k_norm(self.k_proj(x_BnD).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(x_BnD).unflatten(-1, (-1, self.head_dim))
+        return rotate(key, cos[:, :, None], sin[:, :, None]).transpose(1, 2), value.transpose(1, 2)
+
+
+class OwnKVLayer(WhiteMatterDecoderLayer):
+    """A Qwen3 block: it makes KV, for itself alone or for other layers, too."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__(config)
+        self.self_attn = OwnKVAttention(config)
+
+
+class Fusion(nn.Module):
+    """Keys and values as a learned, static mixture of two layers' (FusedKV, Lin et al., 2026).
+
+    A weight for every KV head and channel. Keys are mixed as they are cached, after the rotary embedding: so
+    the two channels that it turns together have one weight, [G, d/2], without which a score would depend on
+    more than the distance of query and key. Values have [G, d]. Fresh weights take the keys of the middle
+    layer and the values of the bottom one, which is FusedKV-Lite.
+    """
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__()
+        heads, width = config.num_key_value_heads, config.head_dim
+        self.key_bottom = nn.Parameter(torch.zeros(heads, width // 2))
+        self.key_middle = nn.Parameter(torch.ones(heads, width // 2))
+        self.value_bottom = nn.Parameter(torch.ones(heads, width))
+        self.value_middle = nn.Parameter(torch.zeros(heads, width))
+
+    def forward(self, bottom: tuple[Tensor, Tensor], middle: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, m, d] of both layers to those of this one, in their dtype."""
+        key = self._turned(self.key_bottom) * bottom[0] + self._turned(self.key_middle) * middle[0]
+        value = self.value_bottom[:, None] * bottom[1] + self.value_middle[:, None] * middle[1]
+        return key.to(bottom[0].dtype), value.to(bottom[1].dtype)
+
+    @staticmethod
+    def _turned(weight: Tensor) -> Tensor:
+        """[G, 1, d], as `rotate` pairs the channels."""
+        return torch.cat((weight, weight), dim=-1)[:, None]
+
+
+class FusedLayer(WhiteMatterDecoderLayer):
+    """A block whose KV is the fusion of two layers' below it."""
+
+    def __init__(self, config: WhiteMatterConfig) -> None:
+        super().__init__(config)
+        self.self_attn.fusion = Fusion(config)

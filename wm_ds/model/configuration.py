@@ -293,12 +293,7 @@ class LCKVConfig(WhiteMatterConfig):
             "router_stride": 2,
             "feedback": True,
         }
-        for name, value in implied.items():
-            if kwargs.setdefault(name, value) != value:
-                raise ValueError(
-                    f"{name} is {kwargs[name]!r}, but an LCKV sandwich has no choice there: with "
-                    f"warmup_layers {warmup_layers} it is {value!r}"
-                )
+        _imply(kwargs, implied, f"an LCKV sandwich has no choice there: with warmup_layers {warmup_layers}")
         super().__init__(
             num_hidden_layers=num_hidden_layers,
             num_groups=num_groups,
@@ -312,6 +307,170 @@ class LCKVConfig(WhiteMatterConfig):
         """The layers that share one KV."""
         bottom = self.warmup_layers // 2
         return range(bottom, self.num_hidden_layers - (self.warmup_layers - bottom))
+
+
+class SharedKVConfig(WhiteMatterConfig):
+    """Shape of a model whose layers run once and share KV (sharing.py). The cache holds num_kv_channels KVs.
+
+    The fields of block, vocabulary and generation are WhiteMatterConfig's. There is no pool and no pass, and
+    nothing to say about them: such fields have one value, and a saved configuration leaves them out.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        _imply(kwargs, self._implied(), f"a {self.model_type} model has no choice there:")
+        super().__init__(**kwargs)
+
+    @property
+    def reads(self) -> list[tuple[int, ...]]:
+        """For each layer the KVs that it reads, counted in the order in which they are made."""
+        raise NotImplementedError
+
+    @property
+    def makers(self) -> list[int]:
+        """The layers that make KV, each the first to read it."""
+        reads = self.reads
+        return [reads.index((kv,)) for kv in sorted({kv for kvs in reads for kv in kvs})]
+
+    def to_dict(self) -> dict[str, Any]:
+        """transformers' method."""
+        implied = self._implied()
+        return {name: value for name, value in super().to_dict().items() if name not in implied}
+
+    def _implied(self) -> dict[str, Any]:
+        defaults = {name: field.default for name, field in signature(WhiteMatterConfig).parameters.items()}
+        fixed = {
+            "num_kv_channels": len(self.makers),
+            "feedback": False,
+            "schedule": "exact",  # one forward is
+            "num_groups": 1,
+            "no_grad_passes": 0,
+            "grad_passes": 1,
+            "attention": "sdpa",
+        }
+        others = [name for name in defaults if name not in (*_BLOCK_FIELDS, "kwargs")]
+        return {name: fixed.get(name, defaults[name]) for name in others}
+
+    def _check_without_feedback(self) -> None:
+        """No pool, nothing to check."""
+
+    def _prefill_kind(self, prefill: str | None) -> str:
+        if prefill not in (None, "trained", "exact"):
+            raise ValueError(
+                f"prefill={prefill!r} has no effect on a {self.model_type} model: its layers run once, and "
+                "one forward is exact; leave it out"
+            )
+        return "exact"
+
+
+class CLAConfig(SharedKVConfig):
+    """Cross-layer attention: every few consecutive layers share the KV of the lowest of them.
+
+    Args:
+        layers_per_kv: how many; 2 is CLA2. Divides num_hidden_layers. 1 is an ordinary model.
+    """
+
+    model_type = "cla"
+
+    def __init__(self, layers_per_kv: int = 2, num_hidden_layers: int = 16, **kwargs: Any) -> None:
+        if layers_per_kv < 1 or num_hidden_layers % layers_per_kv:
+            raise ValueError(
+                f"layers_per_kv is {layers_per_kv}; it must divide num_hidden_layers ({num_hidden_layers}), "
+                "so that all KVs are shared alike"
+            )
+        self.layers_per_kv = layers_per_kv
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(num_hidden_layers=num_hidden_layers, **kwargs)
+
+    @property
+    def reads(self) -> list[tuple[int, ...]]:
+        """0, 0, 1, 1, 2, 2, …"""
+        return [(layer // self.layers_per_kv,) for layer in range(self.num_hidden_layers)]
+
+
+class YOCOConfig(SharedKVConfig):
+    """YOCO's sharing: all layers above the lower ones read one KV.
+
+    Args:
+        own_kv_layers: n, the layers at the bottom with KV of their own; default half of all. The next one
+            makes the KV of all that are left, from the state that leaves the n. The cache holds n + 1 KVs.
+    """
+
+    model_type = "yoco"
+
+    def __init__(self, own_kv_layers: int | None = None, num_hidden_layers: int = 16, **kwargs: Any) -> None:
+        self.own_kv_layers = _lower_layers(own_kv_layers, num_hidden_layers, 0, num_hidden_layers - 1)
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(num_hidden_layers=num_hidden_layers, **kwargs)
+
+    @property
+    def reads(self) -> list[tuple[int, ...]]:
+        """0, 1, …, n, n, n"""
+        return [(min(layer, self.own_kv_layers),) for layer in range(self.num_hidden_layers)]
+
+
+class FusedKVConfig(SharedKVConfig):
+    """FusedKV: the upper layers read learned mixtures of the bottom and the middle layer's KV.
+
+    Args:
+        own_kv_layers: n, the layers at the bottom with KV of their own, the last of which is the middle one;
+            default half of all, n = num_hidden_layers is an ordinary model. The cache holds n KVs.
+    """
+
+    model_type = "fusedkv"
+
+    def __init__(self, own_kv_layers: int | None = None, num_hidden_layers: int = 16, **kwargs: Any) -> None:
+        self.own_kv_layers = _lower_layers(own_kv_layers, num_hidden_layers, 2, num_hidden_layers)
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(num_hidden_layers=num_hidden_layers, **kwargs)
+
+    @property
+    def reads(self) -> list[tuple[int, ...]]:
+        """0, 1, …, n-1, (0, n-1), (0, n-1), …"""
+        n = self.own_kv_layers
+        return [(layer,) if layer < n else (0, n - 1) for layer in range(self.num_hidden_layers)]
+
+
+def _lower_layers(own_kv_layers: int | None, layers: int, least: int, most: int) -> int:
+    """own_kv_layers, or its default. Raises ValueError."""
+    if own_kv_layers is None:
+        if layers % 2:
+            raise ValueError(f"num_hidden_layers is {layers}, which has no half: set own_kv_layers")
+        own_kv_layers = layers // 2
+    if not least <= own_kv_layers <= most:
+        raise ValueError(
+            f"own_kv_layers is {own_kv_layers}; with num_hidden_layers {layers} it must lie between {least} "
+            f"and {most}"
+        )
+    return own_kv_layers
+
+
+# What all families have: a Qwen3 block, a vocabulary, generation.
+_BLOCK_FIELDS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "initializer_range",
+    "tie_word_embeddings",
+    "tokenizer_size",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+]
+
+
+def _imply(fields: dict[str, Any], implied: dict[str, Any], why: str) -> None:
+    """Adds the fields that have one value. Raises ValueError where another was given."""
+    for name, value in implied.items():
+        if fields.setdefault(name, value) != value:
+            raise ValueError(f"{name} is {fields[name]!r}, but {why} it is {value!r}")
 
 
 def _own_fields(cls: type[WhiteMatterConfig]) -> set[str]:
@@ -361,10 +520,12 @@ from .generation import *
 from .layout import *
 from .lckv import *
 from .modeling import *
+from .once import *
 from .passes import *
 from .pool import *
 from .schedule import *
 from .shard import *
+from .sharing import *
 from .stack import *
 from .tape import *
 from .updates import *
@@ -372,4 +533,4 @@ from .visibility import *
 from .work import *
 """
 
-__all__ = ["LCKVConfig", "WhiteMatterConfig"]
+__all__ = ["CLAConfig", "FusedKVConfig", "LCKVConfig", "WhiteMatterConfig", "YOCOConfig"]

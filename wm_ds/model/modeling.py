@@ -43,8 +43,8 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
     config_class: type[WhiteMatterConfig] = WhiteMatterConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # All layers feed one pool and read it back: they stay together on one device.
-    _no_split_modules = ("WhiteMatterModel", "LCKVModel")
+    # Layers read what others made: they stay together on one device.
+    _no_split_modules = ("WhiteMatterModel", "LCKVModel", "CLAModel", "YOCOModel", "FusedKVModel")
     _supports_sdpa = True
 
     def _check_and_adjust_attn_implementation(

@@ -3,8 +3,8 @@
 Muon (muon.py; paper section 4.1) is meant for weight *matrices*: q, o, gate, up, down, each channel's key and
 value projection, and the routers' W. Everything else is AdamW. `parameter_table` decides that by an explicit
 list of names, never by dimension: a stacked `[k, out, in]` projection is k matrices, while stacked norms,
-router biases and the dummy are none although they have two or three dimensions. A trainable parameter that
-the list does not name is refused.
+router biases, fusion weights and the dummy are none although they have two or three dimensions. A trainable
+parameter that the list does not name is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from wm_ds.errors import WmError
 
 # Every parameter of every model family, by the end of its name: (pattern, rule, decayed). "matrix" parameters
 # are [out, in] or [k, out, in]; for the rest only AdamW makes sense. Weight decay 0.1 of the paper is read
-# as: on all matrices, embeddings and head; not on gains (norms), biases and the dummy, whose zero is not a
-# neutral value.
+# as: on all matrices, embeddings and head; not on gains (norms, fusion), biases and the dummy, whose zero is
+# not a neutral value.
 RULES: tuple[tuple[str, str, bool], ...] = (
     (r"embed_tokens\.weight", "embedding", True),
     (r"lm_head\.weight", "head", True),
@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, str, bool], ...] = (
     (r"pool\.(key|value)\.router_bias", "other", False),
     (r"pool\.(key|value)\.(source_norm|channel_norm|head_norm)", "other", False),
     (r"dummy_(key|value)", "other", False),
+    (r"self_attn\.fusion\.(key|value)_(bottom|middle)", "other", False),
     (r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|\bnorm)\.weight", "other", False),
 )
 

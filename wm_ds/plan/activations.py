@@ -94,10 +94,13 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
     """One row of `length` tokens through the model's body, or one of `ranks` ranks' part of it."""
     layers = hf.num_hidden_layers
     shallow = max(2, getattr(hf, "num_kv_channels", 1))
-    if layers > shallow + EXTRA_LAYERS:
+    family = family_of(hf)
+    # Which layers of a model share KV follows from its depth: such a one is run as it is, once.
+    follows_depth = family.own_code and not family.has_passes
+    if layers > shallow + EXTRA_LAYERS and not follows_depth:
         ends = []
         for depth in (shallow, shallow + EXTRA_LAYERS):
-            layer_types = {} if family_of(hf).own_code else {"layer_types": None}
+            layer_types = {} if family.own_code else {"layer_types": None}
             shallower = _variant(hf, num_hidden_layers=depth, **layer_types)
             ends.append(_body(shallower, length, precision, recompute, ranks))
         slope = (layers - shallow) / EXTRA_LAYERS

@@ -18,7 +18,7 @@ from wm_ds.distributed.process_group import planned_size
 from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
 from wm_ds.engine.zero3 import parameter_shapes
-from wm_ds.families import model_class, model_config, num_groups
+from wm_ds.families import cache_bytes, cached_kvs, model_class, model_config, num_groups
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
@@ -87,6 +87,8 @@ def dry_run(config: Config, json: dict[str, Any], data: Rows) -> str:
         "",
         "# parameters",
         format_table(rows),
+        f"the cache holds {cached_kvs(hf)} KVs a token for {hf.num_hidden_layers} layers: "
+        f"{cache_bytes(hf, torch.bfloat16):,} bytes in bf16",
         "",
         f"# memory and communication of one of {ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
         "# states by arithmetic, activations from the model run on meta tensors (wm_ds/plan/memory.py)",

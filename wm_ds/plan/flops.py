@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
-from wm_ds.families import family_of, mixes_layers
+from wm_ds.families import cached_kvs, family_of, mixes_layers
 from wm_ds.model.work import pass_counts
 
 
@@ -34,11 +34,11 @@ def training(config: PretrainedConfig, seq_len: int, recompute: str = "none") ->
     attention = 2 * seq_len * wide
     products = 4 * D * wide + 6 * D * config.intermediate_size  # q, o, gate, up, down
     head = 2 * D * config.vocab_size
-    if not family_of(config).own_code:
-        block = products + 4 * D * kv + attention
-        back = 2 * (products + 4 * D * kv) + 2.5 * attention
-        again = 0.0 if recompute == "none" else L * block
-        model = L * (block + back) + 3 * head
+    if not family_of(config).has_passes:
+        products = L * products + cached_kvs(config) * 4 * D * kv
+        attention *= L
+        again = 0.0 if recompute == "none" else products + attention
+        model = 3 * products + 3.5 * attention + 3 * head
         return Flops(model, model + again)
     if not mixes_layers(config):
         return None

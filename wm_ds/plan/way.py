@@ -113,7 +113,7 @@ class Way:
 
 def recompute_policies(hf: PretrainedConfig) -> tuple[str, ...]:
     """What a model's backward can recompute, cheapest first."""
-    return ("none", "layer", "group", "group+layer") if family_of(hf).own_code else ("none", "layer")
+    return ("none", "layer", "group", "group+layer") if family_of(hf).has_passes else ("none", "layer")
 
 
 def ways(run: Run, recompute: str) -> Iterator[Way]:
