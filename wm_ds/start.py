@@ -28,7 +28,7 @@ from wm_ds.families import num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
 from wm_ds.run import directory
 from wm_ds.run.ancestry import descended
-from wm_ds.run.attempt import Attempt, SupersededError, join
+from wm_ds.run.claim import Attempt, SupersededError, join
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

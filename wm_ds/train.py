@@ -65,7 +65,7 @@ from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
-from wm_ds.run.attempt import Attempt, SupersededError
+from wm_ds.run.claim import Attempt, SupersededError
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
 from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from wm_ds.run.attempt import EXIT_HUNG, EXIT_SUPERSEDED, claim
+from wm_ds.run.claim import claim
+from wm_ds.run.exit_codes import EXIT_HUNG, EXIT_SUPERSEDED
 
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 START = """
 import ctypes, os, sys, time
-from wm_ds.run.attempt import Attempt
+from wm_ds.run.claim import Attempt
 from wm_ds.run.watchdog import Watchdog
 from pathlib import Path
 rank = int(sys.argv[2])

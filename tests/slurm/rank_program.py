@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from wm_ds.run.attempt import Attempt, join
+from wm_ds.run.claim import Attempt, join
 from wm_ds.run.watchdog import Watchdog
 
 

@@ -152,7 +152,7 @@ def run_case(case: dict, world: process_group.World) -> dict:
     from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
     from wm_ds.checkpoint.writer import SavePolicy
     from wm_ds.distributed.host_group import Agreement
-    from wm_ds.run.attempt import Attempt
+    from wm_ds.run.claim import Attempt
     from wm_ds.run.stopping import Stopping
 
     engine, optimizer = build(case, world)

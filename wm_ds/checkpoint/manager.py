@@ -33,7 +33,7 @@ from wm_ds.checkpoint.format import (
 from wm_ds.checkpoint.layout_proof import prove
 from wm_ds.checkpoint.writer import Saved, SavePolicy, Writer
 from wm_ds.distributed.host_group import Agreement, RankError
-from wm_ds.run.attempt import Attempt
+from wm_ds.run.claim import Attempt
 
 log = logging.getLogger(__name__)
 _DEFAULT = SavePolicy()
@@ -59,7 +59,7 @@ class Checkpoints:
         run_dir: checkpoints go to RUN_DIR/checkpoints, on a file system that all ranks share.
         policy: which checkpoints stay, and how they are written.
         timeout_s: how long ranks wait for one another before a save or load counts as failed.
-        attempt: this launch of the run, where several may follow each other (see attempt.py): once a newer
+        attempt: this launch of the run, where several may follow each other (see run/claim.py): once a newer
             one has begun, this one publishes nothing any more.
         say: where messages for a person go (rank 0 only).
 

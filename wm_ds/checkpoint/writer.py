@@ -31,7 +31,7 @@ from wm_ds.checkpoint.format import (
     write_json,
 )
 from wm_ds.distributed.host_group import Agreement
-from wm_ds.run.attempt import Attempt, SupersededError
+from wm_ds.run.claim import Attempt, SupersededError
 
 # Of DeepSpeed's engine, restored on resume.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -33,7 +33,7 @@ import torch.distributed as dist  # noqa: E402
 
 from wm_ds.distributed import process_group  # noqa: E402
 from wm_ds.errors import run_cli  # noqa: E402
-from wm_ds.run.attempt import EXIT_CHECK_FAILED  # noqa: E402
+from wm_ds.run.exit_codes import EXIT_CHECK_FAILED  # noqa: E402
 from wm_ds.run.rendezvous import RendezvousError, host_names, nodes_of_ranks  # noqa: E402
 
 GIB = 2**30

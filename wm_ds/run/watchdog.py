@@ -27,7 +27,8 @@ import time
 import traceback
 from types import TracebackType
 
-from wm_ds.run.attempt import EXIT_HUNG, EXIT_SUPERSEDED, Attempt
+from wm_ds.run.claim import Attempt
+from wm_ds.run.exit_codes import EXIT_HUNG, EXIT_SUPERSEDED
 
 log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
