@@ -15,11 +15,6 @@ from wm_ds.data.sequences import PackedSequences
 SEQ = 8
 
 
-@pytest.fixture(scope="module")
-def tok(tmp_path_factory):
-    return toy_corpus.byte_tokenizer(tmp_path_factory.mktemp("tok"))
-
-
 def make(root, tok, lengths, *options):
     """Documents of so many bytes, each of a letter pair of its own as far as they go; packed."""
     texts = [(chr(0x4E00 + number)) * max(1, length // 3) for number, length in enumerate(lengths)]

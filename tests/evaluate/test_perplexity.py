@@ -34,11 +34,6 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    return exported.make_run(tmp_path_factory.mktemp("evaluated"))
-
-
-@pytest.fixture(scope="module")
 def report(run) -> dict:
     return evaluated(run)
 

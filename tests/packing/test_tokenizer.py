@@ -28,11 +28,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tok(tmp_path_factory):
-    return toy_corpus.byte_tokenizer(tmp_path_factory.mktemp("tok"))
-
-
 def encode(spec, texts):
     ids, offsets = make_encoder(spec).encode(texts)
     assert ids.dtype == np.uint32

@@ -14,6 +14,8 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from wm_ds.packing.tokenizer import open_decoder
+
 ROOT = Path(__file__).parents[2]
 EOS = "<|endoftext|>"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -78,6 +80,13 @@ def write_jsonl(path: Path, texts: list[Any], field: str = "text") -> Path:
     return path
 
 
+def lines(folder: Path, *records: bytes, name: str = "in.jsonl") -> Path:
+    """A file of these records, one a line."""
+    path = folder / name
+    path.write_bytes(b"\n".join(records) + b"\n")
+    return path
+
+
 def numbered(count: int, longest: int = 60) -> list[str]:
     """Texts of different lengths, each recognisable."""
     return [f"document {i}: " + "the winter in other rivers " * (i * 7 % 11 % longest) for i in range(count)]
@@ -89,10 +98,10 @@ def pack(output: Path, inputs: list[Path | str], tokenizer: Path, *options: Any)
     return PACK.main([str(argument) for argument in arguments])
 
 
-def packed(folder: Path, texts: int, *options: Any) -> Path:
+def packed(folder: Path, count: int, *options: Any) -> Path:
     """So many numbered texts, packed with a byte tokenizer: FOLDER/packed."""
     tokenizer = byte_tokenizer(folder / "tokenizer")
-    source = write_jsonl(folder / "texts.jsonl", numbered(texts))
+    source = write_jsonl(folder / "texts.jsonl", numbered(count))
     assert pack(folder / "packed", [source], tokenizer, *options) == 0
     return folder / "packed"
 
@@ -118,16 +127,26 @@ def packed_bytes(folder: Path) -> dict[str, bytes]:
 
 def documents(folder: Path) -> list[list[int]]:
     """Ids of every document, EOS included, read plainly from the files: independent of wm_ds.data."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    align, dtype = manifest["align"], {"uint16": "<u2", "uint32": "<u4"}[manifest["dtype"]]
+    described = manifest(folder)
+    align, dtype = described["align"], {"uint16": "<u2", "uint32": "<u4"}[described["dtype"]]
     found: list[list[int]] = []
-    for record in manifest["shards"]:
+    for record in described["shards"]:
         tokens = np.fromfile(folder / record["name"] / "tokens.bin", dtype=dtype)
         start = 0
         for end in np.fromfile(folder / record["name"] / "ends.bin", dtype="<i8").tolist():
             found.append(tokens[start:end].tolist())
             start = (end + align - 1) // align * align
     return found
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def texts(folder: Path) -> list[str]:
+    """The text of every document of a packed folder."""
+    decode = open_decoder(folder / "tokenizer")
+    return [decode(ids[:-1]) for ids in documents(folder)]
 
 
 PACK = tool("pack_data")
