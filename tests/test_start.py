@@ -115,7 +115,7 @@ def test_a_run_from_before_contents_were_recorded_goes_on(tmp_path, monkeypatch)
     assert rate == RateSchedule(**configuration.rate_schedule(config, 24))
     known = directory.history("run")
     assert known["data"] == [start.content("packed")]
-    assert [past["from"] for past in known["rates"]] == [0, 2]
+    assert [past["from"] for past in known["rates"]] == [0], "the rate is the one from before"
     moved = config.model_copy(update={"data": config.data.model_copy(update={"train": "elsewhere"})})
     with pytest.raises(ConfigError, match="elsewhere holds other rows"):
         check(moved)
@@ -178,6 +178,15 @@ def test_wsd_made_longer_stays_where_it_is_and_the_remedy_goes_back_to_the_peak(
     rate = accept(branch, 16, tmp_path / "run" / "checkpoints" / "step_00000016")
     assert [learning_rate(step, rate) for step in (17, 32)] == [3e-3, 3e-3]
     assert learning_rate(40, rate) == pytest.approx(3e-4)
+
+
+def test_a_rate_that_does_not_change_is_recorded_once(tmp_path, data):
+    for step in (0, 5, 5, 12):
+        accept(a_run(tmp_path, data), step)
+    assert [past["from"] for past in directory.history(tmp_path / "run")["rates"]] == [0]
+    accept(a_run(tmp_path, data, steps=40), 12)
+    accept(a_run(tmp_path, data, steps=40), 30)
+    assert [past["from"] for past in directory.history(tmp_path / "run")["rates"]] == [0, 12]
 
 
 def test_going_back_before_a_change_undoes_it(tmp_path, data):

@@ -166,12 +166,14 @@ def accept(
         log.info(_beginning(config, rates, planned, step))
         rates = []
     elif step > 0 and before is not None and rates:
-        last = RateSchedule(**{key: value for key, value in rates[-1].items() if key != "from"})
+        last = _rate(rates[-1])
         said = before.optim.warmup != config.optim.warmup
         rate = continued(last, planned, step, warmup_changed=said)
         for line in changes_of_rate(last, planned, rate, step):
             log.info(line)
-    rates = [past for past in rates if past["from"] < step] + [{"from": step, **asdict(rate)}]
+    rates = [past for past in rates if past["from"] < step]
+    if not rates or _rate(rates[-1]) != rate:
+        rates.append({"from": step, **asdict(rate)})
     full = deepspeed_config(config, json, config.accumulation(world.size), ())
     contents = [content(source.path) for source in config.data.sources()]
     ancestry = known.get("ancestry", []) if own else descended(origin, step)
@@ -183,7 +185,7 @@ def _beginning(config: Config, rates: list[dict[str, Any]], planned: RateSchedul
     """What a person should know of the learning rate of a branch that begins at `step`."""
     said = f"a branch of {config.run.branch_from}"
     if rates:
-        last = RateSchedule(**{key: value for key, value in rates[-1].items() if key != "from"})
+        last = _rate(rates[-1])
         said += f", where the learning rate was {learning_rate(step, last):.3g}"
     return f"{said}; from here on: {_points(planned, step)}"
 
@@ -191,6 +193,11 @@ def _beginning(config: Config, rates: list[dict[str, Any]], planned: RateSchedul
 def _points(rate: RateSchedule, step: int) -> str:
     points = {step + 1, (step + 1 + rate.total) // 2, rate.total}
     return ", ".join(f"{learning_rate(p, rate):.3g} at step {p}" for p in sorted(points))
+
+
+def _rate(past: dict[str, Any]) -> RateSchedule:
+    """A learning-rate schedule of the run's history, without the step from which it held."""
+    return RateSchedule(**{key: value for key, value in past.items() if key != "from"})
 
 
 def changes_of_rate(before: RateSchedule, planned: RateSchedule, rate: RateSchedule, step: int) -> list[str]:

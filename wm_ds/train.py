@@ -125,7 +125,7 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
     """Meet the other ranks and train; the exit code."""
     config, json = load(path, overrides)
     # What the file and the launch contradict is refused before ranks meet and anything is built.
-    config.accumulation(process_group.launch_size()[2])
+    validate.check_against_launch(config, json, process_group.launch_size()[2])
     open_data(config)
     world = process_group.init(config.run.timeout_minutes)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.settings import with_changes
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import ConfigError
 
@@ -31,14 +32,7 @@ BASE = {
 
 
 def changed(**changes: object) -> dict:
-    raw = copy.deepcopy(BASE)
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        at = raw
-        for part in path:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return raw
+    return with_changes(BASE, **changes)
 
 
 def refusal(raw: dict) -> str:

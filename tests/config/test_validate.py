@@ -48,3 +48,14 @@ def test_data_that_does_not_fit():
         ConfigError, match=r"model\.vocab_size = 100 is smaller than the data's tokenizer \(101"
     ):
         validate.check_against_data(config, vocab_size=101, seq_len=16, sequences=5, num_groups=8)
+
+
+def test_a_copy_inside_each_node_needs_ranks_that_divide():
+    config = configuration.parse(changed(batch__global_batch=12, batch__micro_batch=1))
+    json = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    validate.check_against_launch(config, json, 4)
+    validate.check_against_launch(config, {"zero_optimization": {"zero_hpz_partition_size": "auto"}}, 6)
+    with pytest.raises(ConfigError, match=r"zero_hpz_partition_size = 4 does not divide the 6 ranks"):
+        validate.check_against_launch(config, json, 6)
+    with pytest.raises(ConfigError, match="global_batch"):
+        validate.check_against_launch(config, json, 8)

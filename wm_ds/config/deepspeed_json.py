@@ -8,14 +8,13 @@ it (tests/engine/test_deepspeed_json.py), and everything else is refused by name
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wm_ds.config.schema import ConfigError
+from wm_ds.config.text import nearest, read_text
 
 LARGEST = 1 << 62  # of any number; DeepSpeed's own "no limit" is 2^63 - 1
 
@@ -228,11 +227,9 @@ REFUSED: dict[str, str | None] = {
 def load_deepspeed(path: str | Path) -> dict[str, Any]:
     """DeepSpeed's JSON, checked, whole numbers as integers. Raises ConfigError naming file and key."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"deepspeed = {path}: {_missing(path, error)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file (byte {error.start} is no UTF-8)") from None
+        text = read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"deepspeed = {error}") from None
     try:
         raw = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -247,16 +244,6 @@ def load_deepspeed(path: str | Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return checked
-
-
-def _missing(path: str | Path, error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if not isinstance(error, FileNotFoundError) or Path(path).is_absolute():
-        return reason
-    return (
-        f"{reason} in {Path.cwd()}, from where relative paths are taken: start in the repository's folder, "
-        "or give an absolute path"
-    )
 
 
 class _Twice(ValueError):
@@ -299,14 +286,7 @@ def _refusal(key: str, where: str, allowed: dict[str, Any], prefix: str) -> str:
         return f"{where} is not tested to keep a run exact{f' ({reason})' if reason else ''}; remove it"
     refused = [k.removeprefix(prefix) for k in (*RUN_DECIDES, *REFUSED) if k.startswith(prefix)]
     names = [*allowed, *(k for k in refused if "." not in k)]
-    return f"unknown {'' if prefix else 'top-level '}key {where!r}{_nearest(key, names, allowed, prefix)}"
-
-
-def _nearest(key: str, names: list[str], allowed: Iterable[str], prefix: str) -> str:
-    match = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    if match:
-        return f"; did you mean {prefix}{match[0]}?"
-    return f"; allowed here: {', '.join(sorted(allowed))}"
+    return f"unknown {'' if prefix else 'top-level '}key {where!r}{nearest(key, names, prefix, allowed)}"
 
 
 def _check_stage(zero: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
-from wm_ds.config.validate import contradictions, nearest
+from wm_ds.config.text import nearest, read_text
+from wm_ds.config.validate import contradictions
 
 __all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "parse", "rate_schedule"]
 
@@ -50,12 +51,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     Relative paths inside stay relative to the working directory. Raises ConfigError with one line per
     problem.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file (byte {error.start} is no UTF-8)") from None
+    text = read_text(path)
     try:
         raw = yaml.load(text, _Loader)
     except ConfigError as error:

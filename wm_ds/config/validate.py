@@ -5,7 +5,6 @@ Whatever contradicts something else is named with both values.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, parse_tokens, to_steps
@@ -85,13 +84,13 @@ def _of_recomputation(config: Config) -> list[str]:
     plain = m.family in PLAIN_FAMILIES
     if plain and config.recompute in ("group", "group+layer"):
         found.append(
-            f"recompute = {config.recompute} needs groups of tokens, which model.family = {m.family} "
-            "has not; use none or layer"
+            f"recompute = {config.recompute} needs groups of tokens, and model.family = {m.family} "
+            "has none; use none or layer"
         )
     if config.entries_on_host and (plain or m.feedback is False):
         found.append(
-            f"entries_on_host = true needs passes over a pool, which model.family = {m.family}"
-            f"{' with feedback = false' if m.feedback is False else ''} has not"
+            f"entries_on_host = true needs passes over a pool, and model.family = {m.family}"
+            f"{' with feedback = false' if m.feedback is False else ''} has none; use entries_on_host = false"
         )
     if config.zero3.gather == "traversal" and not plain and "layer" not in config.recompute:
         found.append(
@@ -105,27 +104,27 @@ def _sequence_contradictions(config: Config) -> list[str]:
     n, m = config.sequence_parallel, config.model
     if m.family != "whitematter":
         return [
-            f"sequence_parallel = {n} shares out one pool of all layers, which model.family = {m.family} has "
-            "not; use family whitematter, or sequence_parallel 1"
+            f"sequence_parallel = {n} divides the one pool of all layers among ranks, and model.family = "
+            f"{m.family} has none; use family whitematter, or sequence_parallel 1"
         ]
     found = []
     if m.feedback is False:
         found.append(
-            f"sequence_parallel = {n} shares out the pool between steps of the schedule, and model.feedback "
-            "= false has none; use sequence_parallel 1"
+            f"sequence_parallel = {n} divides the pool between steps of the schedule, and model.feedback = "
+            "false has no such steps; use sequence_parallel 1"
         )
     if m.schedule not in (None, "cyclic"):
         found.append(
-            f"sequence_parallel = {n} needs steps that are spread over the whole row, which model.schedule = "
-            f"{m.schedule} has not (its steps lie on few ranks); use cyclic"
+            f"sequence_parallel = {n} needs steps that are spread over the whole row, and those of "
+            f"model.schedule = {m.schedule} lie on few ranks; use cyclic"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(m, name)
         if heads % n:
             choices = [i for i in range(1, heads + 1) if m.num_key_value_heads % i == 0]
             found.append(
-                f"sequence_parallel = {n} does not divide model.{name} = {heads}, and attention is shared "
-                f"out by heads; use one of {', '.join(map(str, choices))}"
+                f"sequence_parallel = {n} does not divide model.{name} = {heads}, and attention is divided "
+                f"by heads; use one of {', '.join(map(str, choices))}"
             )
     return found
 
@@ -179,14 +178,6 @@ def check_against_data(
         raise ConfigError("the training split has no sequences")
 
 
-def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """`; did you mean X?` with the most similar known name, or the list of all."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if match:
-        return f"; did you mean {prefix}{match[0]}?"
-    return f"; known here: {', '.join(sorted(known))}"
-
-
 # DeepSpeed's JSON (what it may hold: deepspeed_json.py)
 
 
@@ -196,4 +187,15 @@ def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
         raise ConfigError(
             f"compile = true does not go with stage 3 of {config.deepspeed}: its hooks gather parameters in "
             "the midst of compiled blocks; use compile = false, or stage 2"
+        )
+
+
+def check_against_launch(config: Config, json: dict[str, Any], ranks: int) -> None:
+    """What the run and DeepSpeed's checked JSON contradict the number of ranks in. Raises ConfigError."""
+    config.accumulation(ranks)
+    node = json.get("zero_optimization", {}).get("zero_hpz_partition_size", "auto")
+    if node != "auto" and ranks % node:
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.zero_hpz_partition_size = {node} does not divide the "
+            f'{ranks} ranks; give the number of ranks of a node, or "auto"'
         )

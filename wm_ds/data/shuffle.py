@@ -34,20 +34,12 @@ def key(*parts: int) -> int:
 
 def permute(index: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Where the permutation of 0 .. size-1 named by `seed` sends each index: int64, the shape of `index`."""
-    index = np.asarray(index)
-    if index.size and (index.min() < 0 or index.max() >= size):
-        raise IndexError(f"index outside 0 .. {size - 1}")
-    half, keys = _network(size, seed)
-    return _walk(index, size, half, keys, inverse=False)
+    return _walk(index, size, seed, inverse=False)
 
 
 def unpermute(value: np.ndarray, size: int, seed: int) -> np.ndarray:
     """The index that `permute` sends to each value: `permute(unpermute(v)) == v`."""
-    value = np.asarray(value)
-    if value.size and (value.min() < 0 or value.max() >= size):
-        raise IndexError(f"value outside 0 .. {size - 1}")
-    half, keys = _network(size, seed)
-    return _walk(value, size, half, keys, inverse=True)
+    return _walk(value, size, seed, inverse=True)
 
 
 def _network(size: int, seed: int) -> tuple[np.uint64, np.ndarray]:
@@ -59,8 +51,12 @@ def _network(size: int, seed: int) -> tuple[np.uint64, np.ndarray]:
     return half, keys
 
 
-def _walk(index: np.ndarray, size: int, half: np.uint64, keys: np.ndarray, inverse: bool) -> np.ndarray:
+def _walk(index: np.ndarray, size: int, seed: int, inverse: bool) -> np.ndarray:
     """Run the network (or its inverse) over each index until the result lies below `size`."""
+    index = np.asarray(index)
+    if index.size and (index.min() < 0 or index.max() >= size):
+        raise IndexError(f"index outside 0 .. {size - 1}")
+    half, keys = _network(size, seed)
     mask = np.uint64((1 << int(half)) - 1)
     value = index.astype(np.uint64).reshape(-1)
     todo = np.arange(value.size)

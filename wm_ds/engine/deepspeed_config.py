@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.schema import Config
 from wm_ds.distributed import deepspeed_internals
 from wm_ds.engine import zero3
 from wm_ds.optim.param_rules import Row, parameter_table
@@ -67,12 +67,6 @@ def deepspeed_config(
         derived["zero_hpz_partition_size"] = zero3.node_partition(gather, ranks)
         # Never DeepSpeed's defaults: its 1e9 parameters suit neither small models nor large ones.
         zero |= {key: value for key, value in derived.items() if zero.get(key, "auto") == "auto"}
-        if ranks % zero["zero_hpz_partition_size"]:
-            raise ConfigError(
-                f"{config.deepspeed}: zero_optimization.zero_hpz_partition_size = "
-                f"{zero['zero_hpz_partition_size']} does not divide the {ranks} ranks; give the number of "
-                'ranks of a node, or "auto"'
-            )
     full["zero_optimization"] = zero
     if config.precision == "autocast":
         # The empty list: otherwise gradients of Linear layers are reduced in bf16.
