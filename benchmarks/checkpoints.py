@@ -99,9 +99,7 @@ def save_phase(world: process_group.World, size: str, folder: str) -> dict[str, 
     beside: list[float] = []
     step, share = 3, 0
     for kind in ("blocking", "background"):
-        store = Checkpoints(
-            engine.ds, folder, policy=SavePolicy(1, background=kind == "background"), say=lambda _: None
-        )
+        store = Checkpoints(engine.ds, folder, policy=SavePolicy(1, background=kind == "background"))
         for _ in range(SAVES + (kind == "background")):
             step += 1
             one_step(engine, step, world)
@@ -144,7 +142,7 @@ def load_phase(world: process_group.World, size: str, folder: str, stage: int) -
     from wm_ds.checkpoint.manager import Checkpoints
 
     engine = engine_of(size, stage, folder, world)
-    store = Checkpoints(engine.ds, folder, say=lambda _: None)
+    store = Checkpoints(engine.ds, folder)
     path = store.choose()
     assert path is not None
     process_group.barrier()

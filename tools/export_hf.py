@@ -9,6 +9,7 @@ checkpoint, then logits and generated tokens in a process that cannot import wm_
 
 import argparse
 import dataclasses
+import logging
 import resource
 import sys
 import time
@@ -44,10 +45,13 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
     parser().parse_args()
 
 from wm_ds import trained
+from wm_ds.distributed import log as terminal
 from wm_ds.errors import run_cli
 from wm_ds.export.export import export
 from wm_ds.export.tokenizer import ExportError
 from wm_ds.export.weights import DTYPES, parse_size
+
+log = logging.getLogger("wm_ds.export_hf")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None = None) -> None:
     """Export what the command line names. Raises WmError."""
     args = parser().parse_args(argv)
+    terminal.start()
     start = time.monotonic()
     size = parse_size(args.max_shard_size)
     source = trained.find(args.source, args.step)
@@ -68,12 +73,12 @@ def run(argv: list[str] | None = None) -> None:
     hub = Hub(args.push_to_hub, args.private) if args.push_to_hub else None
     if hub is not None:
         hub.check()
-    folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size, say=say)
+    folder = export(source, args.output, dtype=DTYPES[args.dtype], max_shard_size=size)
     if hub is not None:
         hub.push(folder)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.monotonic() - start
-    say(f"exported step {source.step} to {folder} in {seconds:.0f} s, {peak / 1e9:.2f} GB peak")
+    log.info(f"exported step {source.step} to {folder} in {seconds:.0f} s, {peak / 1e9:.2f} GB peak")
 
 
 class Hub:
@@ -95,7 +100,7 @@ class Hub:
 
     def push(self, folder: Path) -> None:
         """Upload the folder. Raises ExportError."""
-        say(f"uploading to {self.name}")
+        log.info(f"uploading to {self.name}")
         try:
             self.api.create_repo(self.name, private=self.private, exist_ok=True)
             self.api.upload_folder(
@@ -115,11 +120,6 @@ def reason(error: Exception) -> str:
         return "no token; run `hf auth login` or set HF_TOKEN"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)}"
-
-
-def say(line: str) -> None:
-    """To the terminal, at once."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

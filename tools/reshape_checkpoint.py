@@ -42,7 +42,7 @@ from wm_ds.checkpoint.directory import (
     LATEST,
     checkpoints_dir,
     describe,
-    find_latest,
+    latest,
     leftovers,
     list_checkpoints,
     step_name,
@@ -53,6 +53,7 @@ from wm_ds.checkpoint.format import (
     Reader,
     read_manifest,
     verify,
+    verify_each,
 )
 from wm_ds.checkpoint.rewrite import Fragment, write_new
 from wm_ds.errors import run_cli
@@ -97,12 +98,21 @@ def verify_all(path: Path) -> int:
         raise CheckpointError(describe(path))
     bad = 0
     for target in targets:
-        problems = verify(target, lambda line, at=target: tell(f"{at.name}/{line}"))  # type: ignore[misc]
+        problems = verify_aloud(target)
         print(f"{target}: {'ok' if not problems else 'DAMAGED'}")
         for problem in problems:
             print(f"  {problem}")
         bad += bool(problems)
     return int(bad > 0)
+
+
+def verify_aloud(path: Path) -> list[str]:
+    """What is wrong with a checkpoint's files, one line each; tells of each file as it is read."""
+    problems = []
+    for name, problem in verify_each(path):
+        tell(f"{path.name}/{name}: {problem or 'ok'}")
+        problems += [problem] if problem else []
+    return problems
 
 
 def rewind(run_dir: Path, step: int) -> int:
@@ -131,7 +141,7 @@ def reshape(source: Path, run_dir: Path, ranks: int) -> int:
     The run that `source` belongs to goes on in `run_dir`: what it records about itself is copied with it.
     """
     manifest = read_manifest(source)
-    problems = verify(source, lambda line: tell(f"{source.name}/{line}"))
+    problems = verify_aloud(source)
     if problems:
         raise CheckpointError("; ".join(problems))
     step = int(manifest.run["step"])
@@ -153,7 +163,9 @@ def checkpoint_at(path: Path) -> Path:
     """The checkpoint that `path` means."""
     if (path / MANIFEST).is_file() or not checkpoints_dir(path).is_dir():
         return path
-    found = find_latest(path, tell)
+    found, remarks = latest(path)
+    for remark in remarks:
+        tell(remark)
     if found is None:
         raise CheckpointError(describe(path))
     return found

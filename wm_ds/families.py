@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.configuration_utils import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from wm_ds.config.schema import ConfigError, Model
 from wm_ds.errors import one_line
@@ -176,6 +177,14 @@ def num_groups(model: Model) -> int:
     return default if model.num_groups is None else model.num_groups
 
 
+def on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The model without numbers: names and shapes of its parameters."""
+    with torch.device("meta"), no_init_weights():
+        lm = model_class(hf_config)(hf_config)
+        lm.tie_weights()
+    return lm
+
+
 def construct(
     hf_config: PretrainedConfig,
     *,
@@ -185,7 +194,7 @@ def construct(
 ) -> PreTrainedModel:
     """The model, its weights drawn from torch's default generator.
 
-    `recompute`: none, layer, group or group+layer, see fields.Config.recompute; `entries_on_host`: see there.
+    `recompute`: none, layer, group or group+layer, see schema.Config.recompute; `entries_on_host`: see there.
     """
     # Vanilla's attention takes the mask of documents, which SDPA does.
     family = family_of(hf_config)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from wm_ds.checkpoint.directory import describe, find_latest, step_name
+from wm_ds.checkpoint.directory import describe, latest, step_name
 from wm_ds.checkpoint.format import (
     CLIENT,
     MANIFEST,
@@ -27,8 +27,8 @@ from wm_ds.checkpoint.format import (
 )
 from wm_ds.config import load as run_config
 from wm_ds.data.shards import load_manifest
-from wm_ds.errors import WmError
-from wm_ds.families import MODEL_TYPES, model_class, model_config
+from wm_ds.errors import WmError, one_line
+from wm_ds.families import MODEL_TYPES, model_class, model_config, on_meta
 from wm_ds.run.metrics_file import read_metrics
 
 
@@ -59,7 +59,7 @@ class Trained:
     def hf_config(self) -> PreTrainedConfig:
         """The model's configuration, a new object each time."""
         if self.run_dir is None:
-            entry = json.loads((self.path / "config.json").read_text())
+            entry = _folder_entry(self.path)
             return MODEL_TYPES[entry["model_type"]].config_class.from_dict(entry)
         data = self.data
         return model_config(
@@ -91,11 +91,7 @@ class Trained:
 
     def on_meta(self) -> PreTrainedModel:
         """The model without numbers."""
-        config = self.hf_config()
-        with torch.device("meta"), no_init_weights():
-            model = model_class(config)(config)
-            model.tie_weights()
-        return model
+        return on_meta(self.hf_config())
 
     # The rest is about checkpoints only.
 
@@ -151,6 +147,17 @@ class Trained:
         return client.get("engine", {}).get("tokens")
 
 
+def _folder_entry(folder: Path) -> dict[str, Any]:
+    """An exported folder's config.json. Raises TrainedError where it is damaged."""
+    try:
+        entry = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrainedError(f"{folder / 'config.json'} is damaged ({one_line(str(error))})") from None
+    if not isinstance(entry, dict):
+        raise TrainedError(f"{folder / 'config.json'} is damaged: it holds no JSON object")
+    return entry
+
+
 def find(path: str | Path, step: int | None = None) -> Trained:
     """The model at a run directory (its latest checkpoint, or the one of `step`), a checkpoint, or a folder.
 
@@ -165,7 +172,7 @@ def find(path: str | Path, step: int | None = None) -> Trained:
         return Trained(path, path.parent.parent)
     if (path / "config.yaml").is_file():
         if step is None:
-            checkpoint = find_latest(path, say=lambda _: None)
+            checkpoint, _ = latest(path)
             if checkpoint is None:
                 raise TrainedError(f"{path} has no checkpoint yet")
             return Trained(checkpoint, path)
@@ -177,7 +184,7 @@ def find(path: str | Path, step: int | None = None) -> Trained:
     if (path / "config.json").is_file():
         if step is not None:
             raise TrainedError(f"{path} is an exported folder; --step is for run directories")
-        known = json.loads((path / "config.json").read_text()).get("model_type")
+        known = _folder_entry(path).get("model_type")
         if known not in MODEL_TYPES:
             raise TrainedError(f"{path} holds a model of type {known!r}; this reads {', '.join(MODEL_TYPES)}")
         return Trained(path, None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint_launch import answers, finish, logs, run, start
-from wm_ds.checkpoint.directory import leftovers, list_checkpoints
+from wm_ds.checkpoint.directory import latest, leftovers, list_checkpoints
 from wm_ds.checkpoint.manager import find_latest, verify
 
 pytestmark = pytest.mark.alone
@@ -37,7 +37,7 @@ def check_survival(folder: Path, published: int, unbroken: dict, killed_world: i
     if latest.exists():
         named = folder / "checkpoints" / latest.read_text().strip()
         assert verify(named) == []
-    newest = find_latest(folder, say=lambda _: None)
+    newest = find_latest(folder)
     step = 0 if newest is None else int(newest.name.removeprefix("step_"))
     assert step >= published, f"step {published} was published, the newest is {step}"
     # The newest complete one loads, the run goes on as if nothing had happened and cleans up.
@@ -148,9 +148,9 @@ def test_killed_between_the_last_file_and_the_pointer(tmp_path, unbroken):
             break
     else:
         pytest.fail("no death came between the last file and the pointer")
-    said: list[str] = []
-    assert find_latest(folder, said.append).name == "step_00000002"
-    assert "step_00000002 is complete" in said[0]
+    newest, remarks = latest(folder)
+    assert newest.name == "step_00000002"
+    assert "step_00000002 is complete" in remarks[0]
     assert check_survival(folder, 1, unbroken) == 2
 
 
@@ -227,7 +227,7 @@ def test_write_that_hangs_ends_within_the_time_out(tmp_path, rank, background):
     assert both[0]["losses"].keys() == both[1]["losses"].keys()
     assert "could not agree with the others within 3 s" in both[1 - rank]["error"]
     assert f"rank {rank} cannot write: its file system does not answer" in both[rank]["error"]
-    assert find_latest(tmp_path / "run", say=lambda _: None).name == "step_00000002"
+    assert find_latest(tmp_path / "run").name == "step_00000002"
 
 
 def test_answers_of_a_whole_run_are_complete(tmp_path):

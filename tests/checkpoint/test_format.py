@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support.checkpoint_launch import run
+from tests.support.checkpoint_launch import run, step
 from tools.reshape_checkpoint import main as reshape_checkpoint
-from wm_ds.checkpoint.directory import list_checkpoints, prune
+from wm_ds.checkpoint.directory import latest, list_checkpoints, prune
 from wm_ds.checkpoint.engine_state import even_cuts
 from wm_ds.checkpoint.format import (
     CheckpointError,
@@ -45,14 +45,6 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
-def step(folder: Path, number: int) -> Path:
-    return folder / "checkpoints" / f"step_{number:08d}"
-
-
-def say_nothing(_: str) -> None:
-    pass
 
 
 # -- format ------------------------------------------------------------------------------------------------
@@ -227,9 +219,9 @@ def test_pointer_may_end_with_a_newline_or_not(copy):
 
 def test_missing_pointer_takes_the_newest_and_says_so(copy):
     (copy / "checkpoints" / "latest").unlink()
-    said: list[str] = []
-    assert find_latest(copy, said.append) == step(copy, 4)
-    assert "`latest` is missing" in said[0]
+    newest, remarks = latest(copy)
+    assert newest == step(copy, 4)
+    assert "`latest` is missing" in remarks[0]
 
 
 def test_newest_is_by_time_of_saving_not_by_step(copy):
@@ -239,7 +231,7 @@ def test_newest_is_by_time_of_saving_not_by_step(copy):
     assert "error" not in answer[0][0]
     assert find_latest(copy) == step(copy, 3)
     (copy / "checkpoints" / "latest").unlink()
-    assert find_latest(copy, say_nothing) == step(copy, 3)
+    assert find_latest(copy) == step(copy, 3)
     assert verify(step(copy, 3)) == []
 
 
@@ -249,11 +241,11 @@ def test_no_directory_or_an_empty_one_is_a_fresh_start(tmp_path):
     assert find_latest(tmp_path) is None
 
 
-def test_only_a_partial_save_starts_at_zero_and_says_so(tmp_path):
+def test_only_a_partial_save_starts_at_zero_and_says_so(tmp_path, caplog):
     (tmp_path / "checkpoints" / "step_00000003.partial-0001").mkdir(parents=True)
-    said: list[str] = []
-    assert find_latest(tmp_path, said.append) is None
-    assert said == [
+    caplog.set_level("INFO", "wm_ds")
+    assert find_latest(tmp_path) is None
+    assert caplog.messages == [
         "step_00000003.partial-0001: skipped, its save never ended",
         "the first save of this run never ended: starting at step 0",
     ]
@@ -269,11 +261,11 @@ def test_only_damaged_checkpoints_are_refused(copy):
 
 def test_earlier_checkpoint_that_is_damaged_is_skipped_and_told(copy):
     (step(copy, 2) / "client.json").unlink()
-    said: list[str] = []
-    assert find_latest(copy, said.append) == step(copy, 4)
-    assert len(said) == 1
-    assert said[0].startswith("step_00000002: skipped, ")
-    assert said[0].endswith("client.json: is missing")
+    newest, remarks = latest(copy)
+    assert newest == step(copy, 4)
+    assert len(remarks) == 1
+    assert remarks[0].startswith("step_00000002: skipped, ")
+    assert remarks[0].endswith("client.json: is missing")
 
 
 def test_explicit_step_without_pointer(copy):

@@ -207,9 +207,7 @@ def test_command_line_of_the_harness_gives_the_same(run, model, tokenizer, tmp_p
 
     data = local_data(tmp_path / "data", count=12)
     source = trained.find(run)
-    folder = export.export(
-        source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9, say=lambda _: None
-    )
+    folder = export.export(source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9)
     out = tmp_path / "ours.json"
     command = ["lm-eval", str(folder), "--tasks", "piqa", "--data", str(data), "--json", str(out)]
     assert evaluate.main(command) == 0

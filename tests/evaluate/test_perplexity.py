@@ -173,9 +173,7 @@ def test_exports_keep_the_perplexity(learned, learned_report, tmp_path, monkeypa
     """Within 0.1% of the run's own, also where weights are rounded and all is computed in bf16."""
     monkeypatch.setattr(export, "check", lambda *_: 0.0)  # other tests are about that
     source = trained.find(learned)
-    folder = export.export(
-        source, tmp_path / "out", dtype=getattr(torch, dtype), max_shard_size=10**9, say=lambda _: None
-    )
+    folder = export.export(source, tmp_path / "out", dtype=getattr(torch, dtype), max_shard_size=10**9)
     data = learned.parent / "packed"
     other = evaluated(folder, data=data, tolerance=1e-2, dtype=dtype, exact=1)
     name = "cyclic, g=8, 3 passes, as trained"
@@ -184,9 +182,7 @@ def test_exports_keep_the_perplexity(learned, learned_report, tmp_path, monkeypa
 
 def test_folder_gives_the_same_numbers_as_its_run(run, report, tmp_path):
     source = trained.find(run)
-    folder = export.export(
-        source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9, say=lambda _: None
-    )
+    folder = export.export(source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9)
     other = evaluated(folder, data=run.parent / "packed")
     assert losses(other) == pytest.approx(losses(report), abs=1e-7)
     with pytest.raises(perplexity.EvaluationError, match="say with --data"):

@@ -35,29 +35,30 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_the_trainers_loss_comes_out_again(run):
-    lines = []
+def test_the_trainers_loss_comes_out_again(run, caplog):
+    caplog.set_level("INFO", "wm_ds")
     source = trained.find(run)
-    assert holdout.check_holdout(source, torch.float32, lines.append) < 1e-5
-    assert holdout.check_holdout(source, torch.bfloat16, lines.append) < 2e-2
-    assert all(line.startswith("checked: held-out loss ") for line in lines)
+    assert holdout.check_holdout(source, torch.float32) < 1e-5
+    assert holdout.check_holdout(source, torch.bfloat16) < 2e-2
+    assert all(line.startswith("checked: held-out loss ") for line in caplog.messages)
 
 
-def test_what_cannot_be_compared_is_said_with_the_reason(run, tmp_path):
-    source, lines = trained.find(run), []
+def test_what_cannot_be_compared_is_said_with_the_reason(run, tmp_path, caplog):
+    caplog.set_level("INFO", "wm_ds")
+    source = trained.find(run)
     record = json.loads((source.path / "client.json").read_text())["holdout"]
     assert record["rows"] == 2
     assert record["precision"] == "fp32"
     data = source.run.data.sources()[0].path
     shutil.move(data, tmp_path / "away")
     try:
-        assert holdout.check_holdout(source, torch.float32, lines.append) is None
+        assert holdout.check_holdout(source, torch.float32) is None
     finally:
         shutil.move(tmp_path / "away", data)
-    assert lines[0].startswith("not compared with the trainer's held-out loss: ")
+    assert caplog.messages[0].startswith("not compared with the trainer's held-out loss: ")
     old = exported.make_run(tmp_path / "old")
-    assert holdout.check_holdout(trained.find(old), torch.float32, lines.append) is None
-    assert "the checkpoint records none" in lines[1]
+    assert holdout.check_holdout(trained.find(old), torch.float32) is None
+    assert "the checkpoint records none" in caplog.messages[1]
 
 
 def test_weights_that_are_not_what_was_trained_are_refused(run, tmp_path, monkeypatch):
@@ -73,7 +74,7 @@ def test_weights_that_are_not_what_was_trained_are_refused(run, tmp_path, monkey
 
     monkeypatch.setattr(trained.Trained, "load", swapped)
     with pytest.raises(ExportError, match=r"held-out loss of .* the trainer had .* do not resume from this"):
-        holdout.check_holdout(source, torch.float32, lambda _: None)
+        holdout.check_holdout(source, torch.float32)
     with pytest.raises(ExportError):
         exported.run_export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,4 @@ def train(arguments: list[str]) -> int:
 
 def export(run: Path, output: Path, step: int) -> Path:
     """Export a run's checkpoint in float32."""
-    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
-    source = trained.find(run, step)
-    return exporting.export(source, output, dtype=torch.float32, max_shard_size=10**9, say=quiet)
+    return exporting.export(trained.find(run, step), output, dtype=torch.float32, max_shard_size=10**9)

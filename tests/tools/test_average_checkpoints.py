@@ -115,17 +115,15 @@ def plain_model(run: Path, averaged: Path) -> torch.nn.Module:
     return model
 
 
-def test_an_average_exports_and_the_export_says_what_it_is(run, averaged, tmp_path, monkeypatch):
+def test_an_average_exports_and_the_export_says_what_it_is(run, averaged, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(exported.export, "check", lambda *_: None)  # tests/export does it, at some length
-    told: list[str] = []
+    caplog.set_level("INFO", "wm_ds")
     source = trained.find(averaged)
-    export = exported.export.export(
-        source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9, say=told.append
-    )
+    export = exported.export.export(source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9)
     theirs = trained.find(export).load(torch.float32).state_dict()
     for name, tensor in plain_model(run, step(averaged, 4)).state_dict().items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-9)
-    assert any("are an average, never evaluated" in line for line in told)
+    assert any("are an average, never evaluated" in line for line in caplog.messages)
     facts = json.loads((export / "export.json").read_text())
     assert facts["averaged"]["steps"] == [1, 3, 4]
     assert facts["averaged"]["rule"] == "linear"

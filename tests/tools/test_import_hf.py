@@ -29,7 +29,7 @@ def run(tmp_path_factory) -> Path:
 def folder(run) -> Path:
     source = trained.find(run)
     out = run.parent / "out"
-    return export.export(source, out, dtype=torch.float32, max_shard_size=10**5, say=lambda _: None)
+    return export.export(source, out, dtype=torch.float32, max_shard_size=10**5)
 
 
 def config_file(run: Path, target: Path, **model: object) -> Path:
@@ -107,7 +107,7 @@ def test_other_families_come_back_too(tmp_path, monkeypatch, family):
     run = exported.make_run(tmp_path / "source", family=family, **more)
     monkeypatch.setattr(export, "check", lambda *_: 0.0)  # other tests are about that
     source = trained.find(run)
-    options = {"dtype": torch.bfloat16, "max_shard_size": 10**5, "say": lambda _: None}
+    options = {"dtype": torch.bfloat16, "max_shard_size": 10**5}
     folder = export.export(source, tmp_path / "out", **options)
     checkpoint = import_hf.import_folder(folder, load(config_file(run, tmp_path / "run")))
     for name, parameter in exported.build(run, seed=7).named_parameters():

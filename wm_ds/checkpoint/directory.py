@@ -86,13 +86,21 @@ def describe(run_dir: str | Path) -> str:
     return f"there are: {', '.join(names)} in {checkpoints_dir(run_dir)}"
 
 
-def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> Path | None:
-    """The checkpoint to resume from, None for a start at step 0; tells by `say` what it skipped.
+def find_latest(run_dir: str | Path) -> Path | None:
+    """The checkpoint to resume from, None for a start at step 0; what it skipped is logged.
 
     That is the newest complete one: the one that `latest` names, or a later one that was complete when a kill
     hit before `latest` was replaced. Raises CheckpointError when `latest` is there but names nothing that
     could be loaded, and when there are checkpoints of which not one is complete: neither is a fresh start.
     """
+    newest, remarks = latest(run_dir)
+    for remark in remarks:
+        log.info(remark)
+    return newest
+
+
+def latest(run_dir: str | Path) -> tuple[Path | None, list[str]]:
+    """What `find_latest` finds, and what a person should know about how it was found, a line each."""
     folder = checkpoints_dir(run_dir)
     listed = list_checkpoints(run_dir)
     complete = [c for c in listed if c.problem is None]
@@ -104,25 +112,24 @@ def find_latest(run_dir: str | Path, say: Callable[[str], None] = log.info) -> P
                 f"the latest checkpoint is damaged: {named.problem}; {_offer(complete)} ({describe(run_dir)})"
             )
     unfinished = [path for path in leftovers(run_dir) if ".partial-" in path.name]  # not half removed ones
-    for partial in unfinished:
-        say(f"{partial.name}: skipped, its save never ended")
+    remarks = [f"{partial.name}: skipped, its save never ended" for partial in unfinished]
     if not complete:
         _refuse_damage(folder, listed)
         if unfinished:
-            say("the first save of this run never ended: starting at step 0")
-        return None
+            remarks.append("the first save of this run never ended: starting at step 0")
+        return None, remarks
     newest = complete[0]
-    for other in listed:
-        if other.problem is not None:
-            say(f"{other.path.name}: skipped, {other.problem}")
+    remarks += [
+        f"{other.path.name}: skipped, {other.problem}" for other in listed if other.problem is not None
+    ]
     if not pointer.exists():
-        say(f"`{LATEST}` is missing: taking the newest complete checkpoint, {newest.path.name}")
+        remarks.append(f"`{LATEST}` is missing: taking the newest complete checkpoint, {newest.path.name}")
     elif newest.path.name != named.path.name:
-        say(
+        remarks.append(
             f"{newest.path.name} is complete, though its run ended before `{LATEST}` named it instead of "
             f"{named.path.name}: taking it"
         )
-    return newest.path
+    return newest.path, remarks
 
 
 def _refuse_damage(folder: Path, listed: list[Listed]) -> None:

@@ -279,21 +279,21 @@ def checksum_problem(path: str | Path, name: str, record: dict[str, Any]) -> str
     return None
 
 
-def verify(path: str | Path, progress: Callable[[str], None] | None = None) -> list[str]:
+def verify(path: str | Path) -> list[str]:
     """Check every file of the checkpoint against its manifest; returns what is wrong, one line per file."""
+    return [problem for _, problem in verify_each(path) if problem is not None]
+
+
+def verify_each(path: str | Path) -> Iterator[tuple[str, str | None]]:
+    """(name, what is wrong with it or None) of one file of the checkpoint after another, as it is read."""
     try:
         manifest = read_manifest(path)
         manifest.check_coverage()
     except CheckpointError as error:
-        return [str(error)]
-    problems = []
+        yield MANIFEST, str(error)
+        return
     for name, record in manifest.files.items():
-        problem = checksum_problem(path, name, record)
-        if progress is not None:
-            progress(f"{name}: {problem or 'ok'}")
-        if problem:
-            problems.append(problem)
-    return problems
+        yield name, checksum_problem(path, name, record)
 
 
 class Reader:

@@ -9,7 +9,6 @@ DeepSpeed: engine_state.py and optim/partition.py.
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ class Checkpoints:
         timeout_s: how long ranks wait for one another before a save or load counts as failed.
         attempt: this launch of the run, where several may follow each other (see run/claim.py): once a newer
             one has begun, this one publishes nothing any more.
-        say: where messages for a person go (rank 0 only).
 
     Raises ValueError for an engine whose state cannot be saved (see `EngineState`).
     """
@@ -74,13 +72,11 @@ class Checkpoints:
         policy: SavePolicy = _DEFAULT,
         timeout_s: float = 600.0,
         attempt: Attempt | None = None,
-        say: Callable[[str], None] = log.info,
     ) -> None:
         self.run_dir = Path(run_dir)
         self._engine = engine
         self._agreement = Agreement(timeout_s)
         self.rank, self.world = self._agreement.rank, self._agreement.world
-        self._say = say if self.rank == 0 else _silent
         self._state = EngineState(engine, rank=self.rank, world=self.world)
         self._writer = Writer(
             self._state,
@@ -88,7 +84,6 @@ class Checkpoints:
             self.run_dir,
             policy=policy,
             attempt=attempt,
-            say=self._say,
         )
         self._proved = False  # whether a save has shown that weights are where they are looked for
         self._clean = False  # whether leftovers of earlier attempts have been removed
@@ -139,7 +134,7 @@ class Checkpoints:
                 clean_up(self.run_dir)
         except OSError as raised:
             error = raised
-        self._settle(f"cannot write checkpoints to {checkpoints_dir(self.run_dir)}", error)
+        self._raise_on_all(f"cannot write checkpoints to {checkpoints_dir(self.run_dir)}", error)
         self._clean = True
 
     # -- resuming ----------------------------------------------------------------------------------------
@@ -167,12 +162,12 @@ class Checkpoints:
 
     def _choose(self, resume: str | Path | None, otherwise: str | Path | None) -> Path | None:
         if resume is None:
-            found = find_latest(self.run_dir, self._say)
+            found = find_latest(self.run_dir)
             if found is None and otherwise is not None:
                 found = self._named(Path(otherwise))
-                self._say(f"no checkpoint in {checkpoints_dir(self.run_dir)} yet: starting from {found}")
+                log.info(f"no checkpoint in {checkpoints_dir(self.run_dir)} yet: starting from {found}")
                 return found
-            self._say(
+            log.info(
                 f"no checkpoint in {checkpoints_dir(self.run_dir)}: starting at step 0"
                 if found is None
                 else f"resuming from {found}"
@@ -182,7 +177,7 @@ class Checkpoints:
 
     def _named(self, resume: Path) -> Path:
         if checkpoints_dir(resume).is_dir():
-            found = find_latest(resume, self._say)
+            found = find_latest(resume)
             if found is None:
                 raise CheckpointError(f"cannot resume from {resume}: it holds no complete checkpoint")
             return found
@@ -210,7 +205,7 @@ class Checkpoints:
             self._compare(path, manifest)
         except CheckpointError as raised:
             error = raised
-        self._settle("cannot resume", error)
+        self._raise_on_all("cannot resume", error)
         assert manifest is not None
         names = sorted(manifest.files)[self.rank :: self.world]
         problems = [p for p in (checksum_problem(path, n, manifest.files[n]) for n in names) if p]
@@ -218,7 +213,7 @@ class Checkpoints:
         if problems:  # a run that this one only begins with is not to be rewound
             offer = previous_complete(path) if own else describe(path.parent.parent)
             error = CheckpointError(f"{'; '.join(problems)}; {offer}")
-        self._settle("cannot resume", error)
+        self._raise_on_all("cannot resume", error)
         self._state.before_load()
         client: dict[str, Any] = {}
         try:
@@ -227,7 +222,7 @@ class Checkpoints:
             self._restore_random(path, manifest)
         except (CheckpointError, RuntimeError, ValueError, KeyError, TypeError) as raised:
             error = raised
-        self._settle("cannot resume", error)
+        self._raise_on_all("cannot resume", error)
         self._state.after_load()
         for counter, value in manifest.run["engine"].items():
             setattr(self._engine, counter, value)
@@ -277,9 +272,9 @@ class Checkpoints:
         else:
             rng.restore_derived(state, self.rank)
 
-    def _settle(self, doing: str, error: Exception | None) -> None:
+    def _raise_on_all(self, doing: str, error: Exception | None) -> None:
         try:
-            self._agreement.settle(doing, error)
+            self._agreement.raise_on_all(doing, error)
         except RankError as failure:
             raise CheckpointError(str(failure)) from error
 
@@ -302,7 +297,3 @@ def load(engine: Any, path: str | Path, **options: Any) -> dict[str, Any]:
     loader = Checkpoints(engine, Path(path).parent.parent, **options)
     loader._clean = True
     return loader.load(path)
-
-
-def _silent(_: str) -> None:
-    pass

@@ -5,11 +5,11 @@ training in one thread per rank: write the share, agree with all ranks that ever
 the manifest, publishes, and removes old checkpoints (see directory.py).
 """
 
+import logging
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from wm_ds.checkpoint.format import (
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.run.claim import Attempt, SupersededError
 
+log = logging.getLogger(__name__)
 # Of DeepSpeed's engine, restored on resume.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -98,14 +99,13 @@ class Writer:
         *,
         policy: SavePolicy,
         attempt: Attempt | None,
-        say: Callable[[str], None],
     ) -> None:
         self.run_dir = run_dir
         self.policy = policy
         self.timeout_s = agreement.timeout_s
         self.rank, self.world = agreement.rank, agreement.world
         self.on_disk_step: int | None = None  # the step that is saved already, here or by who went before
-        self._state, self._attempt, self._say = state, attempt, say
+        self._state, self._attempt = state, attempt
         self._agreement = agreement
         self._writing = Agreement(agreement.timeout_s)  # for the writer thread
         self._host: dict[str, torch.Tensor] = {}  # the snapshot's memory, kept from save to save
@@ -128,7 +128,7 @@ class Writer:
         try:
             self._collect(job, background)
         except (RuntimeError, MemoryError) as error:
-            job.error = error  # told to all ranks by the writer
+            job.error = error  # the writer's thread reports it to all ranks
         saved = Saved(step, waited_s, time.perf_counter() - started, job.bytes, background)
         # Also a blocking save writes in a thread: a write that never returns must not hold this one.
         self._thread = threading.Thread(target=self._write, args=(job, saved), name="checkpoint", daemon=True)
@@ -175,13 +175,13 @@ class Writer:
             need = sum(n for host, n, _ in hosts if host == name)
             free = min(f for host, _, f in hosts if host == name)
             if need > free:
-                self._say(
+                log.info(
                     f"checkpoint: host {name} has {free / 2**30:.1f} GiB of memory free, snapshots need "
                     f"{need / 2**30:.1f} GiB: this save is written while training waits"
                 )
                 return False
         if needed:
-            self._say(
+            log.info(
                 f"checkpoint: a rank's snapshot keeps {needed / 2**20:.1f} MiB of host memory from now on"
             )
         return True
@@ -230,7 +230,7 @@ class Writer:
                 raise CheckpointError(problem)
             saved.path, saved.write_s = Path(path), time.perf_counter() - started
             self.on_disk_step = job.step
-            self._say(
+            log.info(
                 f"checkpoint: step {job.step} written in {saved.write_s:.1f} s, "
                 f"training waited {saved.stall_s:.2f} s"
             )
@@ -275,7 +275,7 @@ class Writer:
         try:
             prune(self.run_dir, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every)
         except OSError as error:  # an old checkpoint too many is no reason to end a run
-            self._say(f"checkpoint: could not remove old checkpoints ({error})")
+            log.warning(f"checkpoint: could not remove old checkpoints ({error})")
         return str(path), None
 
     def _fence(self) -> None:

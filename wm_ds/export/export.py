@@ -15,9 +15,9 @@ kill hits, DIR is the old folder, the new one, or absent, and what is left besid
 
 import glob
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from wm_ds.families import family_of
 from wm_ds.files import sync_directory
 from wm_ds.trained import Trained
 
+log = logging.getLogger(__name__)
 PROVENANCE = "export.json"
 UNCHECKED = "config.json.unchecked"  # config.json gets its name last: a folder without it does not load
 
@@ -45,7 +46,6 @@ def export(
     *,
     dtype: torch.dtype,
     max_shard_size: int,
-    say: Callable[[str], None] = print,
 ) -> Path:
     """Write `source` to `output`; returns that. Raises ExportError, CheckpointError or TrainedError."""
     output = output.resolve()
@@ -55,7 +55,7 @@ def export(
     sha256 = source.data["tokenizer"]["sha256"]
     tokenizer_size = agree_on_ids(config, tokenizer_dir, int(source.data["eos_id"]), sha256)
     config.dtype = dtype
-    say(f"verifying {source.path}")
+    log.info(f"verifying {source.path}")
     problems = verify(source.path)
     if problems:
         raise ExportError("; ".join(problems))
@@ -66,14 +66,14 @@ def export(
     part.mkdir()
     try:
         with source.reader() as reader:
-            write_weights(reader, source.shapes(), part, dtype, max_shard_size, say)
+            write_weights(reader, source.shapes(), part, dtype, max_shard_size)
         copy_tokenizer(tokenizer_dir, part, config.max_position_embeddings)
         _write_code_and_config(config, tokenizer_size, part)
         facts = source.facts() | {"dtype": str(dtype).removeprefix("torch.")}
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
         (part / "README.md").write_text(model_card.render(facts, config))
-        check(source, part, dtype, say)
-        check_holdout(source, dtype, say)
+        check(source, part, dtype)
+        check_holdout(source, dtype)
         (part / UNCHECKED).rename(part / "config.json")
         _publish(part, output)
     except BaseException:

@@ -5,7 +5,7 @@ in the wrong place on their way to it. So with every checkpoint the trainer reco
 rows (`probe` in wm_ds/train.py), computed with the weights that it trains, and here it is computed again.
 """
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from wm_ds.export.tokenizer import ExportError
 from wm_ds.families import has_passes
 from wm_ds.trained import Trained
 
+log = logging.getLogger(__name__)
 # Of the loss, or of 1 where that is larger. fp32 throughout: the order of sums; else products in 16 bits.
 EXACT, ROUNDED = 1e-4, 2e-2
 
 
-def check_holdout(source: Trained, dtype: torch.dtype, say: Callable[[str], None] = print) -> float | None:
-    """The difference of the two losses, in nats; None where it cannot be told, which is said with the reason.
+def check_holdout(source: Trained, dtype: torch.dtype) -> float | None:
+    """The difference of the two losses, in nats; None where they cannot be compared, which is logged.
 
     Raises ExportError where it is more than rounding explains.
     """
@@ -32,19 +33,21 @@ def check_holdout(source: Trained, dtype: torch.dtype, say: Callable[[str], None
     client = read_json(source.path, manifest, CLIENT) if CLIENT in manifest.files else {}
     recorded = client.get("holdout")
     if manifest.run.get("averaged"):
-        say("not compared with the trainer's held-out loss: these weights are an average, never evaluated")
+        log.info("not compared with the trainer's held-out loss: these are an average, never evaluated")
         return None
     if recorded is None:
-        say("not compared with the trainer's held-out loss: the checkpoint records none (an older one)")
+        log.info("not compared with the trainer's held-out loss: the checkpoint records none (an older one)")
         return None
     path = source.run.data.holdout or source.run.data.sources()[0].path
     try:
         rows = PackedSequences(path, "holdout")
     except ShardError as error:
-        say(f"not compared with the trainer's held-out loss: {error}")
+        log.info(f"not compared with the trainer's held-out loss: {error}")
         return None
     if shards.content(rows.manifest) != recorded["content"]:
-        say(f"not compared with the trainer's held-out loss: {path} holds other rows than were evaluated")
+        log.info(
+            f"not compared with the trainer's held-out loss: {path} holds other rows than were evaluated"
+        )
         return None
     loss = holdout_loss(source, rows, int(recorded["rows"]), dtype)
     exact = recorded["precision"] == "fp32" and dtype == torch.float32
@@ -57,7 +60,7 @@ def check_holdout(source: Trained, dtype: torch.dtype, say: Callable[[str], None
             "allowed): the checkpoint does not hold the weights that were trained; export another step, and "
             "do not resume from this one"
         )
-    say(f"checked: held-out loss {loss:.4f}, the trainer's {recorded['loss']:.4f}")
+    log.info(f"checked: held-out loss {loss:.4f}, the trainer's {recorded['loss']:.4f}")
     return difference
 
 

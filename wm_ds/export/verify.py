@@ -5,11 +5,12 @@ the folder.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,20 @@ from wm_ds.export.tokenizer import ExportError
 from wm_ds.export.weights import read_weights
 from wm_ds.trained import Trained
 
+log = logging.getLogger(__name__)
 # A comparison in the export's own dtype: same code and weights, so only the order of sums may differ.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 GREEDY_TOKENS = 32
 
 
-def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str], None] = print) -> float:
+def check(source: Trained, folder: Path, dtype: torch.dtype) -> float:
     """Prove that the folder holds the checkpoint's model; returns the largest difference of logits.
 
     Names, shapes and values of all tensors first; then the folder is loaded by another process that cannot
     import wm_ds, and its logits and greedy tokens are compared with those of the checkpoint's own model in
     the same dtype. Raises ExportError.
     """
-    say("checking: every tensor against the checkpoint")
+    log.info("checking: every tensor against the checkpoint")
     shapes = source.shapes()
     with source.reader() as reader:
         for name, tensor in read_weights(folder):
@@ -52,7 +54,7 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
     if shapes:
         raise ExportError(f"{folder}: lacks {', '.join(sorted(shapes)[:3])} ({len(shapes)} tensors)")
 
-    say("checking: loading it in a process without wm_ds, comparing logits and greedy tokens")
+    log.info("checking: loading it in a process without wm_ds, comparing logits and greedy tokens")
     config = source.hf_config()
     generator = torch.Generator().manual_seed(0)
     length = min(37, config.max_position_embeddings)
@@ -73,7 +75,7 @@ def check(source: Trained, folder: Path, dtype: torch.dtype, say: Callable[[str]
         )
     if not torch.equal(ours["greedy"], theirs["greedy"]):
         raise ExportError(f"{folder}: greedy tokens differ from the checkpoint's")
-    say(f"checked: logits equal to {difference:.1e}, {GREEDY_TOKENS} greedy tokens equal")
+    log.info(f"checked: logits equal to {difference:.1e}, {GREEDY_TOKENS} greedy tokens equal")
     return difference
 
 

@@ -1,8 +1,9 @@
 """A checkpoint's weights as safetensors files: cast once, one file at a time, with an index where needed."""
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from wm_ds.checkpoint.format import Reader
 from wm_ds.export.tokenizer import ExportError
 from wm_ds.files import give_usual_mode
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +56,6 @@ def write_weights(
     folder: Path,
     dtype: torch.dtype,
     max_shard_size: int,
-    say: Callable[[str], None],
 ) -> None:
     """All tensors of `shapes`, cast once, in shards with an index.
 
@@ -75,7 +76,7 @@ def write_weights(
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
     shards = plan_shards(sizes, max_shard_size)
     for number, shard in enumerate(shards):
-        say(f"writing {shard.file} ({number + 1}/{len(shards)}, {shard.size / 1e6:.1f} MB)")
+        log.info(f"writing {shard.file} ({number + 1}/{len(shards)}, {shard.size / 1e6:.1f} MB)")
         tensors = {name: reader.tensor(name, dtype=dtype) for name in shard.names}
         save_file(tensors, folder / shard.file, metadata={"format": "pt"})
         give_usual_mode(folder / shard.file)  # the library keeps them to their owner

@@ -8,18 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.initialization import no_init_weights
-
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data.shards import MANIFEST, load_manifest
 from wm_ds.engine.deepspeed_config import table_for
-from wm_ds.families import model_class, model_config
+from wm_ds.families import model_config, on_meta
 from wm_ds.plan.memory import GIB, RESERVE, Plan
-from wm_ds.plan.way import Run, Way
+from wm_ds.plan.way import VOCABULARY, Run, Way
 
-VOCABULARY = 151_936  # Qwen3's, where neither the run nor the question says
 SHORT = {
     "parameters": "params",
     "gathered parameters": "gathered",
@@ -65,9 +61,7 @@ class Question:
             config.batch.model_copy(update={"micro_batch": 1}).accumulation(ranks)
         length, vocabulary = self.sizes(config)
         hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
-        with torch.device("meta"), no_init_weights():
-            lm = model_class(hf)(hf)
-            lm.tie_weights()
+        lm = on_meta(hf)
         return Run(config, hf, table_for(config, lm), length, self.gpus)
 
     def sizes(self, config: Config) -> tuple[int, int]:

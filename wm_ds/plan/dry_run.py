@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.initialization import no_init_weights
 
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
@@ -18,14 +17,12 @@ from wm_ds.distributed.process_group import planned_size
 from wm_ds.engine.deepspeed_config import deepspeed_config, table_for
 from wm_ds.engine.loss import IGNORE
 from wm_ds.engine.zero3 import parameter_shapes
-from wm_ds.families import cache_bytes, cached_kvs, model_class, model_config, num_groups
+from wm_ds.families import cache_bytes, cached_kvs, model_config, num_groups, on_meta
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.param_rules import format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.memory import GIB, Plan, configured
-from wm_ds.plan.way import Run
-
-VOCABULARY = 151_936  # Qwen3's, where neither the data nor the run says
+from wm_ds.plan.way import VOCABULARY, Run
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,11 @@ def dry_run(config: Config, json: dict[str, Any], data: Rows) -> str:
     for whatever a real start would refuse.
     """
     ranks = planned_size()
+    validate.check_against_launch(config, json, ranks)
     accumulation = config.accumulation(ranks)
     n = config.sequence_parallel
     hf = model_config(config.model, vocab_size=data.vocab_size, seq_len=data.seq_len, eos_id=data.eos_id)
-    with torch.device("meta"), no_init_weights():
-        lm = model_class(hf)(hf)
-        lm.tie_weights()
+    lm = on_meta(hf)
     rows = table_for(config, lm)
     full = deepspeed_config(config, json, accumulation, parameter_shapes(lm), ranks)
     total = config.total_steps(data.seq_len)

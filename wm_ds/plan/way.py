@@ -20,6 +20,8 @@ from wm_ds.optim.muon import STATE
 from wm_ds.optim.param_rules import Row
 from wm_ds.plan.activations import storage_dtype
 
+VOCABULARY = 151_936  # Qwen3's, where neither the run nor its data nor a question says
+
 
 @dataclass(frozen=True)
 class Run:
