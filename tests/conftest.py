@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
+import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,13 @@ def tok(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support import toy_corpus
 
     return toy_corpus.byte_tokenizer(tmp_path_factory.mktemp("tok"))
+
+
+@pytest.fixture
+def log_as_before() -> Iterator[None]:
+    """Our logger's handlers and level are put back after the test."""
+    logger = logging.getLogger("wm_ds")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers = handlers
+    logger.setLevel(level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 import re
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.config.test_load import changed
+from tests.support.terminal import read_to_the_end
 from wm_ds import metrics
 from wm_ds.config import load as configuration
 from wm_ds.distributed import log as terminal
@@ -29,20 +28,11 @@ from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
 from wm_ds.plan.flops import Flops
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("log_as_before")]
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 SECONDS = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0.4}
-
-
-@pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    logger = logging.getLogger("wm_ds")
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers = handlers
-    logger.setLevel(level)
 
 
 def sink(folder: Path, *, rank: int = 0, attempt: int = 1, begun: int = 0, **log: Any) -> Metrics:
@@ -172,18 +162,8 @@ def test_a_terminal_gets_a_live_view(tmp_path):
         cwd=ROOT,
     )
     os.close(side)
-    seen = b""
-    while True:
-        try:
-            part = os.read(main, 4096)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
-        seen += part
-    os.close(main)
+    text = read_to_the_end(main).decode()
     assert child.wait(60) == 0
-    text = seen.decode()
     assert "step 4/4" in text
     assert "\x1b[" in text, "nothing was redrawn in place"
     assert "samples [6, 7]" in text
@@ -196,6 +176,9 @@ def test_an_interrupted_line_and_replayed_steps(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"attempt": 1, "step": 5, "lo')
     assert last_step(tmp_path / "metrics.jsonl") == 4
+    with open(tmp_path / "damaged.jsonl", "wb") as file:
+        file.write(b'{"step": 3, "loss": 1}\n\xff\xfe\n{"step": 2, "loss": 1}\n')
+    assert last_step(tmp_path / "damaged.jsonl") == 3
     m = sink(tmp_path, attempt=2)
     m.step(result(4), total_tokens=3600, data_s=0.0, extra={})
     m.step(result(5), total_tokens=4500, data_s=0.0, extra={})

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 import yaml
 
 from tests.support import toy_corpus
+from tests.support.checkpoint_launch import metric_rows, train_alone
+from tests.support.settings import MODEL, ROOT, trainable, with_changes
 from wm_ds import train
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parent.parent
 STEPS = 6
 
 
@@ -27,35 +29,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_file(folder: Path, data: Path, **changes: Any) -> Path:
-    raw: dict[str, Any] = {
-        "run": {"dir": str(folder / "run"), "deterministic": True},
-        "model": {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "num_groups": 4,
-        },
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 4, "micro_batch": 2},
-        "optim": {"lr": 1e-2, "warmup": 2},
-        "recompute": "group",
-        "steps": STEPS,
-        "evaluate": {"every": 3, "sequences": 4},
-        "checkpoint": {"every": 4},
-        "log": {"details_every": 3, "every": 1},
-    }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            raw[section][name] = value
-        else:
-            raw[section] = value
+    raw = trainable(
+        data,
+        run={"dir": str(folder / "run"), "deterministic": True},
+        model=MODEL | {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "num_groups": 4},
+        batch={"global_batch": 4, "micro_batch": 2},
+        optim={"lr": 1e-2, "warmup": 2},
+        precision="autocast",
+        recompute="group",
+        steps=STEPS,
+        evaluate={"every": 3, "sequences": 4},
+        checkpoint={"every": 4},
+        log={"details_every": 3, "every": 1},
+    )
+    raw = with_changes(raw, **changes)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(raw))
     return path
+
+
+def forked(path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The trainer in a process that need not import torch first."""
+    return train_alone(path.parent / f"rank-{time.monotonic_ns()}", [str(path), *overrides])
 
 
 def launch(path: Path, *overrides: str, dynamo: bool = False) -> subprocess.CompletedProcess[str]:
@@ -66,8 +61,7 @@ def launch(path: Path, *overrides: str, dynamo: bool = False) -> subprocess.Comp
 
 
 def rows(run: Path, key: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if key in row]
+    return [row for row in metric_rows(run) if key in row]
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +110,12 @@ def test_details_describe_the_iteration(straight):
 def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, data, tmp_path):
     path = run_file(tmp_path, data)
     run = tmp_path / "run"
-    limited = launch(path, "run.time_limit_minutes=0.0001")
+    limited = forked(path, "run.time_limit_minutes=0.0001")
     assert limited.returncode == 0, limited.stdout + limited.stderr
     stopped = json.loads((run / "stopped").read_text())
     assert stopped["reason"] == "time limit"
     assert stopped["step"] == 1
-    resumed = launch(path)
+    resumed = forked(path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert not (run / "stopped").exists()
     ours, theirs = rows(run, "loss"), rows(straight[0], "loss")
@@ -139,11 +133,11 @@ def test_a_stopped_and_resumed_run_is_the_straight_one_bit_for_bit(straight, dat
 
 def test_starting_from_an_explicit_checkpoint(straight, data, tmp_path):
     path = run_file(tmp_path, data)
-    missing = launch(path, f"checkpoint.resume={tmp_path / 'nowhere'}")
+    missing = forked(path, f"checkpoint.resume={tmp_path / 'nowhere'}")
     assert missing.returncode == 2, "refused: a batch script must not try again"
     assert f"checkpoint.resume = {tmp_path / 'nowhere'}: " in missing.stderr
     assert not list((tmp_path / "run").glob("*.*")), "a refused start leaves nothing but its attempt"
-    done = launch(path, f"checkpoint.resume={straight[0] / 'checkpoints' / 'step_00000004'}")
+    done = forked(path, f"checkpoint.resume={straight[0] / 'checkpoints' / 'step_00000004'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"yet: starting from {straight[0] / 'checkpoints' / 'step_00000004'}\n" in done.stdout
     assert "starting at step 0" not in done.stdout
@@ -155,7 +149,7 @@ def test_starting_from_an_explicit_checkpoint(straight, data, tmp_path):
 def test_other_schedules_train_from_yaml(data, tmp_path):
     path = run_file(tmp_path, data)
     wave = ("model.schedule=wavefront", "model.chunk_size=8", "model.relaxation=0.8", "steps=2")
-    done = launch(path, *wave)
+    done = forked(path, *wave)
     assert done.returncode == 0, done.stdout + done.stderr
     evaluated = rows(tmp_path / "run", "holdout_loss")
     assert "holdout_loss_double_passes" in evaluated[-1]
@@ -175,7 +169,7 @@ def test_steps_without_a_finite_loss_end_the_run_and_leave_its_checkpoint(data, 
     """The first update, of an absurd size, spoils the weights; every step after it is skipped."""
     path = run_file(tmp_path, data)
     absurd = ("optim.lr=1e30", "optim.warmup=0", "guard.max_skipped=3", "checkpoint.every=1")
-    failed = launch(path, *absurd)
+    failed = forked(path, *absurd)
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "3 steps in a row were skipped (guard.max_skipped = 3)" in failed.stderr
     assert "Traceback" not in failed.stderr
@@ -225,7 +219,7 @@ def test_bad_input_is_refused_in_one_line(capsys, data, tmp_path, monkeypatch):
 
 def test_a_directory_with_another_run_is_refused(straight, tmp_path):
     _, path = straight
-    other = launch(path, "model.num_groups=2")
+    other = forked(path, "model.num_groups=2")
     assert other.returncode == 2
     assert other.stderr.strip().count("\n") == 0, other.stderr
     assert "holds another run: model.num_groups is 4 there and 2 here" in other.stderr
@@ -235,7 +229,7 @@ def test_a_directory_that_is_no_run_is_refused(data, tmp_path):
     path = run_file(tmp_path, data)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("")
-    refused = launch(path)
+    refused = forked(path)
     assert refused.returncode == 2
     assert "is no run directory" in refused.stderr
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]

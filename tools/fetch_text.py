@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
 

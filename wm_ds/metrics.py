@@ -52,13 +52,8 @@ class Metrics:
     ) -> None:
         """`positions`: tokens of a step's rows, filler included; `flops`: per token, None where not known;
         `begun`: the step that this attempt goes on from. What earlier ones said of later steps is void."""
-        self.active, self.total, self.attempt, self.every = (
-            world.is_main,
-            total_steps,
-            attempt,
-            config.log.every,
-        )
-        active = world.is_main
+        self.active, self.total, self.attempt = world.is_main, total_steps, attempt
+        self.every = config.log.every
         self.work: dict[str, float] = {}
         if flops is not None:
             for name, per_token in (("model", flops.model), ("hardware", flops.hardware)):
@@ -70,7 +65,7 @@ class Metrics:
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
         self._compiles, self._compile_s = config.compile, 0.0
         self._tensorboard = self._wandb = self._live = None
-        if not active:
+        if not self.active:
             return
         folder = Path(config.run.dir)
         self._seen_step = last_step(folder / "metrics.jsonl")
@@ -330,9 +325,9 @@ def last_step(path: Path) -> int:
     """The highest step that has a row in `metrics.jsonl`, 0 where there is none. Half lines are skipped."""
     highest = 0
     if path.is_file():
-        with open(path) as lines:
+        with open(path, "rb") as lines:  # bytes: damage in one line is no reason not to start
             for line in lines:
-                if found := re.search(r'"step": (\d+), "loss"', line):
+                if found := re.search(rb'"step": (\d+), "loss"', line):
                     highest = max(highest, int(found[1]))
     return highest
 

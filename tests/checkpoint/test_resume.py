@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoint_launch import run
+from tests.support.checkpoint_launch import run, step
 from tests.support.checkpoint_worker import Toy, digest
 from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import find_latest, load_weights, read_tensor, verify
@@ -24,10 +24,6 @@ CASES = {
 }
 STEPS, KILLS = 6, (1, 4)
 ELASTIC = ("stage0-fp32", "stage1-fp32", "stage2-fp32", "stage3-fp32")
-
-
-def step(folder: Path, number: int) -> Path:
-    return folder / "checkpoints" / f"step_{number:08d}"
 
 
 @pytest.fixture(scope="module")

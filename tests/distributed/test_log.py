@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from wm_ds.distributed import log as terminal
 
+pytestmark = pytest.mark.usefixtures("log_as_before")
+
 log = logging.getLogger("wm_ds.anywhere")
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    logger = logging.getLogger("wm_ds")
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers = handlers
-    logger.setLevel(level)
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 from tests.support import toy_corpus
-from tests.support.checkpoint_launch import train_run
+from tests.support.checkpoint_launch import metric_rows, step, train_run
+from tests.support.settings import ROOT, trainable
 from wm_ds.checkpoint.manager import load_weights
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 
 
@@ -26,31 +25,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, data: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """(rows of metrics, final weights) of a run in bf16 autocast, with accumulation and recomputation."""
-    raw = {
-        "run": {"deterministic": True, "timeout_minutes": 2.0},
-        "model": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "num_groups": 4,
-        },
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 8, "micro_batch": 2},
-        "optim": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
-        "recompute": "group",
-        "deepspeed": str(ROOT / "ds_configs/zero3.json"),
-        "steps": STEPS,
-        "evaluate": {"every": 2, "sequences": 4},
-        "log": {"details_every": 2, "tensorboard": False},
-    }
+    raw = trainable(
+        data,
+        run={"deterministic": True, "timeout_minutes": 2.0},
+        batch={"global_batch": 8, "micro_batch": 2},
+        optim={"lr": 1e-2, "warmup": 2, "clip": 0.5},
+        precision="autocast",
+        recompute="group",
+        deepspeed=f"{ROOT}/ds_configs/zero3.json",
+        steps=STEPS,
+        log__details_every=2,
+    )
     folder.mkdir()
     train_run(folder, raw, "run", 2, timeout_s=300)
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    weights = dict(load_weights(folder / "run" / "checkpoints" / f"step_{STEPS:08d}"))
-    return rows, weights
+    return metric_rows(folder / "run"), dict(load_weights(step(folder / "run", STEPS)))
 
 
 def computed(rows: list[dict[str, Any]]) -> list[tuple]:

@@ -1,6 +1,5 @@
 """The real trainer with rows shared by two ranks, resumed with other numbers of ranks for a row."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,46 +7,31 @@ import pytest
 import yaml
 
 from tests.support import toy_corpus
-from tests.support.checkpoint_launch import train_run
+from tests.support.checkpoint_launch import metric_rows, train_run
+from tests.support.settings import ROOT, trainable
 from wm_ds.train import main
 
 pytestmark = pytest.mark.alone
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
     data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 300, "--seq-len", 32, "--holdout", 6)
-    return {
-        "run": {"dir": "", "seed": 3, "timeout_minutes": 1.0},
-        "model": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_kv_channels": 2,
-            "num_groups": 4,
-        },
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 8, "micro_batch": 2},
-        "optim": {"lr": 3e-3, "ns_dtype": "float32"},
-        "precision": "fp32",
-        "recompute": "group",
-        "sequence_parallel": 2,
-        "deepspeed": str(ROOT / "ds_configs/zero2.json"),
-        "steps": STEPS,
-        "checkpoint": {"every": 2, "keep_last": 10},
-        "evaluate": {"every": 3, "sequences": 5},
-        "log": {"every": 1, "details_every": 3, "tensorboard": False},
-    }
-
-
-def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return trainable(
+        data,
+        model__num_hidden_layers=3,
+        model__num_attention_heads=4,
+        model__num_key_value_heads=2,
+        model__head_dim=8,
+        batch={"global_batch": 8, "micro_batch": 2},
+        recompute="group",
+        sequence_parallel=2,
+        steps=STEPS,
+        evaluate={"every": 3, "sequences": 5},
+        log__details_every=3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +72,8 @@ def test_run_continues_with_other_numbers_of_ranks_for_a_row(
     (run_dir / "metrics.jsonl").unlink()
     stage_file = f"deepspeed={ROOT}/ds_configs/zero{stage}.json"
     train_run(tmp_path, config, "run", world, f"sequence_parallel={shared}", stage_file, timeout_s=150)
-    whole = [row for row in rows(unbroken) if row["step"] > 2]
-    mine = rows(run_dir)
+    whole = [row for row in metric_rows(unbroken) if row["step"] > 2]
+    mine = metric_rows(run_dir)
     assert [row["step"] for row in mine] == [row["step"] for row in whole]
     for new, old in zip(mine, whole):
         assert new.get("tokens") == old.get("tokens")

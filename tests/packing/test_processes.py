@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import toy_corpus
+from tests.support.terminal import read_to_the_end
 from tests.support.toy_corpus import (
     pack,
     pack_process,
@@ -188,17 +189,8 @@ class TestProcesses:
             stderr=side,
         )
         os.close(side)
-        shown = b""
-        while True:
-            try:
-                block = os.read(main, 4096)
-            except OSError:  # the other side is closed
-                break
-            if not block:
-                break
-            shown += block
+        shown = read_to_the_end(main)
         process.communicate(timeout=60)
-        os.close(main)
         assert process.returncode == 0
         assert b"MB/s" in shown
         assert b"tokens/s" in shown

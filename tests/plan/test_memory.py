@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.test_storage_tracker import whitematter
+from tests.support.settings import MODEL
 from wm_ds.config import load as configuration
 from wm_ds.model import WhiteMatterConfig
 from wm_ds.optim.param_rules import parameter_table
@@ -14,14 +15,7 @@ from wm_ds.plan.way import Run, Way
 
 
 def run(**more: object) -> configuration.Config:
-    model = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
+    model = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
     raw = {
         "run": {"dir": "unused"},
         "model": model,

@@ -57,9 +57,8 @@ class Cluster:
 
     def train(self, *settings: str, options: tuple[str, ...] = (), check_nodes: bool = False) -> str:
         """Submit a training of two nodes with two ranks each, as slurm/submit.sh does; the job's id."""
-        if (
-            not check_nodes
-        ):  # importing torch four times is most of a short test; test_launch has the check itself
+        if not check_nodes:
+            # Importing torch four times is most of a short test; test_launch has the check itself.
             self.env["WM_CHECK_MODULE"] = "rank_program"
         self.run_dir.mkdir(exist_ok=True)
         size = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=10")

@@ -1,21 +1,24 @@
-"""Starts the ranks of a checkpoint test as processes and collects their answers.
+"""Starts the ranks of a test as processes and collects their answers.
 
 Ranks are forked from a server that has imported torch and DeepSpeed once: dozens of short runs, some of which
 are killed on purpose, would otherwise spend their time importing.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from wm_ds.distributed.process_group import free_port
+from wm_ds.run.rendezvous import FIRST_PORT, LAST_PORT, is_free
 
 ROOT = str(Path(__file__).parents[2])
 # Inherited by the server and by all ranks. The server ignores preloads that it cannot import, hence the path.
@@ -26,6 +29,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         "tests.support.checkpoint_worker",
+        "tests.support.numerics_worker",
         "deepspeed",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "torch._dynamo",
@@ -34,6 +38,18 @@ _SERVER.set_forkserver_preload(
         "wm_ds.train",
     ]
 )
+
+
+def ports() -> Iterator[int]:
+    """Free ports, each once: below those that Linux hands out to whoever asks for any, which the rendezvous
+    of another test could be given before our rank 0 listens; processes begin at different ones."""
+    span = LAST_PORT - FIRST_PORT + 1
+    for number in itertools.count(os.getpid() * 101):
+        if is_free(port := FIRST_PORT + number % span):
+            yield port
+
+
+_PORTS = ports()
 
 
 def start(world: int, plan: list[dict], folder: Path) -> list[BaseProcess]:
@@ -51,7 +67,18 @@ def start_trainer(world: int, arguments: list[str], folder: Path) -> list[BasePr
     from tests.support import checkpoint_worker
 
     folder.mkdir(parents=True, exist_ok=True)
-    return fork(checkpoint_worker.trainer, [(arguments,)] * world, folder)
+    return fork(checkpoint_worker.trainer, [(arguments, None)] * world, folder)
+
+
+def train_alone(folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The real trainer on one rank to its end: exit code, what it wrote to stdout and to stderr."""
+    from tests.support import checkpoint_worker
+
+    folder.mkdir(parents=True, exist_ok=True)
+    errors = folder / "errors"
+    codes = finish(fork(checkpoint_worker.trainer, [(arguments, str(errors))], folder), 300)
+    output = (folder / "rank_0.log").read_text()
+    return subprocess.CompletedProcess(arguments, codes[0], output, errors.read_text())
 
 
 def launch_run(
@@ -75,7 +102,7 @@ def train_run(
 
 def fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BaseProcess]:
     """Start target(*arguments[rank], environment, log file) for each rank."""
-    port, ranks = str(free_port()), []
+    port, ranks = str(next(_PORTS)), []
     for rank, own in enumerate(arguments):
         env = {
             "RANK": str(rank),
@@ -91,6 +118,15 @@ def fork(target: Callable, arguments: list[tuple], folder: Path) -> list[BasePro
         process.start()
         ranks.append(process)
     return ranks
+
+
+def step(run_dir: Path, number: int) -> Path:
+    """The folder of a run's checkpoint."""
+    return run_dir / "checkpoints" / f"step_{number:08d}"
+
+
+def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def finish(ranks: list[BaseProcess], timeout_s: float) -> list[int | None]:

@@ -8,6 +8,7 @@ matrices, norms, a tied or free head, a frozen parameter and a persistent buffer
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
 from wm_ds.optim import muon, param_rules, partition
 
@@ -144,6 +146,17 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()
 
 
+class Kept(logging.Handler):
+    """What is logged, in a list. The terminal has it, too: what a killed rank had said is read from there."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def run_case(case: dict, world: process_group.World) -> dict:
     """Train to step `steps`, from a checkpoint if `resume` is given; an error is part of the answer."""
     from wm_ds.checkpoint import writer
@@ -159,10 +172,9 @@ def run_case(case: dict, world: process_group.World) -> dict:
     lines: list[str] = []
     answer: dict = {"losses": {}, "lines": lines, "rows": {}, "stalls": []}
 
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)  # what a killed rank had said is read from its log
-
+    logger, kept = logging.getLogger("wm_ds"), Kept(lines)
+    if world.rank == 0:
+        logger.addHandler(kept)
     store = Checkpoints(
         engine,
         case["dir"],
@@ -171,7 +183,6 @@ def run_case(case: dict, world: process_group.World) -> dict:
         ),
         timeout_s=case.get("timeout_s", 60.0),
         attempt=Attempt(Path(case["dir"]), case["attempt"]) if "attempt" in case else None,
-        say=say,
     )
     reads: list[int] = []
     original = Reader._slice
@@ -219,6 +230,7 @@ def run_case(case: dict, world: process_group.World) -> dict:
         answer["error"] = str(error)
         print(f"failed: {error}", flush=True)
     Reader._slice = original
+    logger.removeHandler(kept)
     engine.destroy()
     return answer
 
@@ -251,20 +263,19 @@ def die_at_event(folder: str, number: int) -> None:
     sys.addaudithook(watch)
 
 
-def prepare(env: dict[str, str], log: str) -> None:
-    """Make this forked process a rank: its environment, its log, one thread."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
+def prepare(env: dict[str, str], log: str, errors: str | None = None) -> None:
+    """Make this forked process a rank: its environment, its log (that of `errors` too), one thread."""
+    for descriptor, name in ((1, log), (2, errors or log)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(env)
     torch.set_num_threads(1)
 
 
-def trainer(arguments: list[str], env: dict[str, str], log: str) -> None:
+def trainer(arguments: list[str], errors: str | None, env: dict[str, str], log: str) -> None:
     """One rank of the real trainer, as `python -m wm_ds.train ARGUMENTS` would be."""
     from wm_ds import train
 
-    prepare(env, log)
+    prepare(env, log, errors)
     code = train.main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -274,6 +285,7 @@ def trainer(arguments: list[str], env: dict[str, str], log: str) -> None:
 def main(plan: str, answer: str, env: dict[str, str], log: str) -> None:
     """One rank: run the plan's cases in order; the answer is rewritten after each."""
     prepare(env, log)
+    terminal.start()
     world = process_group.init(timeout_minutes=2)
     answers = []
     for case in json.loads(Path(plan).read_text()):

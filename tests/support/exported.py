@@ -15,6 +15,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support import settings
 from tools import pack_data
 from wm_ds import trained
 from wm_ds.checkpoint import format
@@ -23,15 +24,7 @@ from wm_ds.families import model_class
 from wm_ds.packing.tokenizer import make_encoder, open_tokenizer
 
 EOS = "<|endoftext|>"
-MODEL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 320,
-}
+MODEL = settings.MODEL | {"vocab_size": 320}
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -65,7 +58,7 @@ def make_run(root: Path, step: int = 7, seq_len: int = 64, **model: object) -> P
         make_data(data, make_tokenizer(tokenizer), seq_len)
     run = root / "run"
     run.mkdir(parents=True, exist_ok=True)
-    settings = {
+    written = {
         "run": {"dir": str(run)},
         "model": {**MODEL, **model},
         "data": {"train": str(data), "tokenizer": str(tokenizer)},
@@ -73,7 +66,7 @@ def make_run(root: Path, step: int = 7, seq_len: int = 64, **model: object) -> P
         "optim": {"lr": 1e-3},
         "steps": 10,
     }
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run / "config.yaml").write_text(yaml.safe_dump(written))
     rows = [{"step": i, "loss": 6.0 - i / 10, "tokens": 512 * i, "attempt": 1} for i in range(1, step + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save(run, build(run, seed=step), step)
@@ -129,9 +122,7 @@ def run_export(
     source: Path, out: Path, step: int | None = None, dtype=torch.float32, size: int = 10**9
 ) -> Path:
     """Export without a word; returns the folder."""
-    return export.export(
-        trained.find(source, step), out, dtype=dtype, max_shard_size=size, say=lambda _: None
-    )
+    return export.export(trained.find(source, step), out, dtype=dtype, max_shard_size=size)
 
 
 def assert_packer_ids(tokenizer, packer: Path) -> None:

@@ -1,10 +1,10 @@
-"""One rank of tests/plan/test_measured.py: bytes of a real training step, storage by storage."""
+"""One rank of tests/plan/test_measured.py: bytes of a real training step, storage by storage;
+forked by checkpoint_launch.py."""
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from wm_ds.distributed import (
 
 import torch  # isort: skip
 
+from tests.support.checkpoint_worker import prepare
 from wm_ds.config import load as configuration
 from wm_ds.engine.engine import build
 from wm_ds.families import build_model, model_config
 from wm_ds.plan.storage_tracker import StorageTracker
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, env: dict[str, str], log: str) -> None:
+    prepare(env, log)
     world = process_group.init(timeout_minutes=5)
     answers = [play(plan, world) for plan in json.loads((folder / "plan.json").read_text())]
     torch.save(answers, folder / f"answer_{world.rank}.pt")
@@ -57,7 +59,3 @@ def play(plan: dict[str, Any], world: process_group.World) -> dict[str, int]:
     answer = {"before": before, "peak": tracker.peak}
     engine.ds.destroy()
     return answer
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

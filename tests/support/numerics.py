@@ -7,10 +7,8 @@ PyTorch.
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, VOCABULARY = 48, 10, 40  # 48 rows divide over 1-4 ranks x 1, 2, 4 micro-batches
 
 
@@ -158,41 +155,16 @@ def run(
 
     Another `worker` may take plain dictionaries as cases and answer something else.
     """
-    from wm_ds.distributed.process_group import free_port
+    from tests.support import checkpoint_launch
 
+    main = importlib.import_module(worker).main
     with tempfile.TemporaryDirectory(prefix="numerics-") as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(
-            json.dumps([c if isinstance(c, dict) else asdict(c) for c in cases])
-        )
-        port = str(free_port())
-        ranks = []
-        for rank in range(world):
-            env = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-                "TORCHDYNAMO_DISABLE": "1",
-                "PYTHONPATH": str(ROOT),
-            }
-            with open(folder / f"log_{rank}", "w") as log:
-                command = [sys.executable, "-m", worker, str(folder)]
-                ranks.append(
-                    subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-                )
-        try:
-            codes = [r.wait(timeout_s) for r in ranks]
-        except subprocess.TimeoutExpired:
-            codes = ["timeout"]
-        finally:
-            for r in ranks:
-                r.kill()
-                r.wait()
-        text = "\n".join(f"--- rank {i}\n{(folder / f'log_{i}').read_text()[-4000:]}" for i in range(world))
-        assert codes == [0] * world, f"exit codes {codes}\n{text}"
+        plan = [c if isinstance(c, dict) else asdict(c) for c in cases]
+        (folder / "plan.json").write_text(json.dumps(plan))
+        ranks = checkpoint_launch.fork(main, [(folder,)] * world, folder)
+        codes = checkpoint_launch.finish(ranks, timeout_s)
+        assert codes == [0] * world, f"exit codes {codes}\n{checkpoint_launch.logs(folder)}"
         answers = [torch.load(folder / f"answer_{r}.pt", weights_only=False) for r in range(world)]
         return [[answers[r][i] for r in range(world)] for i in range(len(cases))]
 

@@ -1,9 +1,8 @@
-"""One rank of tests/support/numerics.py: `python -m tests.support.numerics_worker FOLDER`."""
+"""One rank of tests/support/numerics.py, forked by checkpoint_launch.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from wm_ds.distributed import (
 
 import torch  # isort: skip
 from tests.support import numerics
+from tests.support.checkpoint_worker import prepare
 from tests.support.numerics import Case
 from wm_ds.checkpoint.engine_state import EngineState
 from wm_ds.checkpoint.layout_proof import LayoutError, prove
@@ -23,7 +23,8 @@ from wm_ds.engine.init_weights import Shell
 from wm_ds.optim.partition import fragments
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, env: dict[str, str], log: str) -> None:
+    prepare(env, log)
     world = process_group.init(timeout_minutes=5)
     answers = []
     for plan in json.loads((folder / "plan.json").read_text()):
@@ -116,7 +117,3 @@ def record_first_gradient(engine: Engine, answer: dict[str, Any]) -> None:
 
 def snapshot(engine: Engine, pick: Any) -> list:
     return [(f.name, f.shape, f.start, f.stop, pick(f).float().clone()) for f in fragments(engine.ds)]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

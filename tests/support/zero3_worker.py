@@ -1,9 +1,8 @@
-"""One rank of tests/engine/test_zero3.py: `python -m tests.support.zero3_worker FOLDER`."""
+"""One rank of tests/engine/test_zero3.py, forked by checkpoint_launch.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch  # isort: skip
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from tests.support import numerics
+from tests.support.checkpoint_worker import prepare
 from wm_ds.config import load as configuration
 from wm_ds.engine.engine import build
 from wm_ds.families import build_model, model_config
@@ -34,7 +34,8 @@ def counted(owner: Any, name: str, label: str) -> None:
     setattr(owner, name, call)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, env: dict[str, str], log: str) -> None:
+    prepare(env, log)
     # The collectives themselves; DeepSpeed picks them up when it joins the process group.
     for name in ("all_gather_into_tensor", "all_gather"):
         counted(torch.distributed, name, "gathers")
@@ -91,7 +92,3 @@ def batch(length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         "document_ids": documents,
         "sample_ids": torch.arange(2),
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -71,9 +71,8 @@ def test_lean_work_by_hand() -> None:
         training = 46 * 14 + 31 * 30 + 3.875 * pool + 2.875 * 2 * pool
         prefill = 46 * 14 + 4 * pool
         got = counted(name)["lean"]
-        assert got["training"] / UNIT == pytest.approx(
-            training, abs=0.5
-        )  # entries that a row's end needs not
+        # Within entries that the end of a row does not need.
+        assert got["training"] / UNIT == pytest.approx(training, abs=0.5)
         assert got["prefill"] / UNIT == pytest.approx(prefill, abs=0.5)
         assert got["decode"] / UNIT == pytest.approx(16 * 18 + pool, abs=0.1)
 

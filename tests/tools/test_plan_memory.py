@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.settings import MODEL
 from tools.plan_memory import main
 from wm_ds.plan.choice import Room
 from wm_ds.plan.memory import Plan
@@ -13,17 +14,8 @@ from wm_ds.plan.memory import Plan
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    model = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "num_kv_channels": 2,
-        "num_groups": 2,
-        "vocab_size": 100,
-    }
+    small = {"intermediate_size": 64, "num_hidden_layers": 2, "num_kv_channels": 2, "num_groups": 2}
+    model = MODEL | small | {"vocab_size": 100}
     raw = {
         "run": {"dir": "unused"},
         "model": model,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoint_launch import run
+from tests.support.checkpoint_launch import run, step
 from tools.reshape_checkpoint import main, reshape
 from wm_ds.checkpoint.format import Entry, Manifest, State, read_manifest, write_fragments, write_json
 from wm_ds.checkpoint.manager import find_latest, read_tensor, verify
@@ -30,10 +30,6 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
-def step(folder: Path, number: int) -> Path:
-    return folder / "checkpoints" / f"step_{number:08d}"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])

@@ -23,7 +23,7 @@ class Agreement:
     """Host-side exchanges between all ranks; without torch.distributed it is an agreement of one.
 
     Must be built on all ranks in the same order (it is a collective). `timeout_s` bounds every call: when a
-    rank does not answer in time the others raise instead of waiting for ever.
+    rank does not answer in time the others raise an error instead of waiting for ever.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -60,8 +60,8 @@ class Agreement:
         dist.broadcast_object_list(cell, src=0, group=self._group)
         return cell[0]
 
-    def settle(self, doing: str, error: BaseException | None) -> None:
-        """Raise RankError on all ranks if any of them comes with an error; `doing` says at what."""
+    def raise_on_all(self, doing: str, error: BaseException | None) -> None:
+        """Raise RankError on all ranks if any of them has an `error`; `doing` says what it was doing."""
         errors = self.gather(None if error is None else f"{error or type(error).__name__}")
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
         if failed:

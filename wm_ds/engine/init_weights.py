@@ -1,4 +1,4 @@
-"""Fresh weights, one parameter at a time: the numbers of build.build_model without ever holding the model.
+"""Fresh weights, one parameter at a time: the numbers of families.build_model without ever holding the model.
 
 A model of 30 B parameters takes 120 GB in fp32, and every rank of a node would build one. So the model is
 constructed without storage for its parameters (on the meta device) while every write to one of them is noted:

@@ -1,6 +1,6 @@
 """Sequence parallelism: N consecutive ranks work on the same rows, each on a contiguous slice of positions.
 
-How a row is shared out is told in model/shard.py, which knows no communication; here are the process groups
+How the ranks divide a row is in model/shard.py, which does not communicate; here are the process groups
 and the all-to-alls. They are DeepSpeed's Ulysses exchange (`deepspeed.sequence.layer`):
 `_dim_zero_all_to_all`, the operator under its newer attention, with a registered backward that torch.compile
 can see.

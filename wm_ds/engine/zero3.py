@@ -105,7 +105,7 @@ class Traces:
         if modules:
             coordinator.reset_step()  # a trace that the last step recorded is completed first
         training = deepspeed_internals.trace(coordinator)
-        fresh = (type(mode).INVALID, [], [])
+        fresh: tuple[Any, ...] = (type(mode).INVALID, [], [])
         deepspeed_internals.set_trace(coordinator, self._kept.get(kind, fresh))
         try:
             yield

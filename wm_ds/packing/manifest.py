@@ -11,9 +11,8 @@ from typing import Any
 
 from wm_ds.data import holdout as held_out
 from wm_ds.data import shards
+from wm_ds.packing.bad_records import EXAMPLES
 from wm_ds.packing.plan import PLAN, PackError, filler_id, read_plan
-
-_EXAMPLES = 5  # bad records whose place the manifest tells
 
 
 def merge(root: Path, *, verify: bool, report: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def _manifest(
             "dropped_tokens": dropped,
         },
         "bad": dict(sorted(bad.items())),
-        "bad_examples": [example for record in records for example in record["bad_examples"]][:_EXAMPLES],
+        "bad_examples": [example for record in records for example in record["bad_examples"]][:EXAMPLES],
         "settings": settings,
         "inputs": inputs,
         "shards": [

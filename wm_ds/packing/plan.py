@@ -1,7 +1,8 @@
 """What packing will do, decided before anything is done: settings, inputs, units, and the output folder.
 
 The plan is a function of inputs and settings. Its units are numbered; unit i becomes shard i, whoever packs
-it. The output folder keeps the plan (plan.json); a command with another plan is refused, told what differs.
+it. The output folder keeps the plan (plan.json); a command with another plan is refused, and the message
+says what differs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Settings:
         that has a token in a held-out sequence. shuffle_seed: names the order whose end is held out.
     text_field, txt_split: see documents.Reading.
     shard_bytes: input bytes a shard is made of; None: by the size of the corpus.
-    literal_tokens, encoder: see encode.open_tokenizer and fast_encode. The encoder gives the same ids
+    literal_tokens, encoder: see tokenizer.open_tokenizer and quicktok.py. The encoder gives the same ids
         wherever it was checked; it is a setting because nobody can check all texts.
     """
 

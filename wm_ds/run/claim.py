@@ -131,7 +131,7 @@ def _outwait(old: Attempt, mine: Attempt, lease_s: float) -> None:
     end, who = read_note(old.path("end")), read_note(old.path("json")) or {}
     if (end and end.get("clean")) or _process_is_gone(who):
         return
-    seen, since, told = None, time.monotonic(), False
+    seen, since, warned = None, time.monotonic(), False
     while True:
         with contextlib.suppress(FileNotFoundError):
             stamp = old.path("alive").stat().st_mtime
@@ -144,8 +144,8 @@ def _outwait(old: Attempt, mine: Attempt, lease_s: float) -> None:
             return
         if time.monotonic() - since >= lease_s or _process_is_gone(who):
             return
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             log.warning(
                 f"attempt {old.number} ({_describe(who)}) did not end by itself; "
                 f"attempt {mine.number} waits until it has ended, or been silent for {lease_s:g} s",

@@ -22,9 +22,8 @@ from wm_ds.files import write_json
 REASONS = ("", "STOP file", "time limit", "SIGUSR1", "SIGHUP", "SIGINT", "SIGTERM", "save failed")
 STOP_FILE = "STOP"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-SAME_KEY_S = (
-    1.0  # torchrun hands on the Ctrl-C that its ranks have had from the terminal: one press, two signals
-)
+# One press, two signals: torchrun passes on the Ctrl-C that its ranks have had from the terminal already.
+SAME_KEY_S = 1.0
 _FILE_CHECK_INTERVAL_S = 1.0  # a stat on a busy network file system may take milliseconds
 
 
@@ -77,9 +76,8 @@ class Signals:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            with contextlib.suppress(
-                OSError
-            ):  # past Python's buffers, in which the signal may have interrupted
+            # Not through Python's buffers: the signal may have come while one was being written.
+            with contextlib.suppress(OSError):
                 os.write(2, f"\n{text}\n".encode())
 
 

@@ -112,9 +112,8 @@ class Watchdog:
         while not self._ended.wait(self.poll_s):
             try:
                 self._look()
-            except (
-                OSError
-            ) as error:  # a file server's hiccup must not end a run; a lasting one is the loop's to meet
+            except OSError as error:
+                # A short failure of the file server must not end a run; a lasting one will stop the loop.
                 log.warning(f"watchdog: {error}")
 
     def _look(self) -> None:
