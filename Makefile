@@ -11,12 +11,15 @@
 #   TORCH_INDEX  an extra package index, for instance one with CPU builds of torch; without it pip decides,
 #                and PyPI's torch for Linux is the CUDA build (several GB, runs on a CPU as well)
 #   WORKERS      processes for `make test`; default: one per core, at most 8
+#   RANK_WORKERS the same for the tests that start ranks or watch clocks; default: 2, each starts up to four ranks
 #   DEMO_TEXT    a text file or a folder of them to train the demo on, instead of fetching public-domain prose
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+
+RANK_WORKERS ?= $(shell n=$(WORKERS); echo $$((n < 2 ? n : 2)))
 
 STARTED := $(shell date +%s)
 VENV := .venv
@@ -26,7 +29,9 @@ INSTALLED := $(VENV)/.installed-$(PIN)
 BUILT := $(VENV)/.built-$(PIN)
 
 # When this make began, so that the demo's summary can count the installation in.
-export DEMO_STARTED := $(shell date +%s)
+export DEMO_RANK_WORKERS ?= $(shell n=$(WORKERS); echo $$((n < 2 ? n : 2)))
+
+STARTED := $(shell date +%s)
 
 .PHONY: demo test test-slurm test-serving same-numbers lint clean distclean install
 .DELETE_ON_ERROR:
@@ -34,11 +39,12 @@ export DEMO_STARTED := $(shell date +%s)
 demo: $(BUILT)
 	@DEMO_STARTED=$(STARTED) $(VENV)/bin/python tools/demo.py
 
-# Two runs: tests that share nothing on all cores (at most 8: each loads torch), then those that want them alone.
+# Two runs: tests that share nothing on all cores (at most 8: each loads torch), then those that start ranks or wait for
+# processes, two files at a time: much of their time is waiting.
 test: $(BUILT)
 ifeq ($(ARGS),)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not slow and not slurm"
-	@$(VENV)/bin/python -m pytest -m "alone and not slow and not slurm"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist loadfile -m "alone and not slow and not slurm"
 else
 	@$(VENV)/bin/python -m pytest $(ARGS)
 endif

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.support.settings import with_changes
 
+from tests.support.settings import with_changes
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import ConfigError
 

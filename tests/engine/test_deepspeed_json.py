@@ -47,7 +47,7 @@ PRINTS = {
 
 
 def case(stage: int, keys: dict[str, Any], **more: Any) -> Case:
-    return Case(zero={"stage": stage, **keys}, family="whitematter", accumulation=2, **more)
+    return Case(zero={"stage": stage, **keys}, family="whitematter", accumulation=2, steps=3, **more)
 
 
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str) -> None:

@@ -296,10 +296,9 @@ def test_stages_agree_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("precision", ["autocast", "bf16"])
 def test_low_precision_norms_do_not_depend_on_the_stage(precision: str) -> None:
+    at_rest = {"lr": 1e-30, "fixed": True, "steps": 3}
     cases = [
-        Case(
-            {"stage": s}, precision=precision, accumulation=a, clip=1.0, lr=1e-30, fixed=True, clip_rule=rule
-        )
+        Case({"stage": s}, precision=precision, accumulation=a, clip=1.0, clip_rule=rule, **at_rest)
         for s in (0, 1, 2, 3)
         for a, rule in ((1, "global"), (4, "global"), (4, "local"))
     ]
