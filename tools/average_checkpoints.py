@@ -39,12 +39,8 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 from wm_ds.checkpoint.average import average, newest, of_steps, weights_of
 from wm_ds.checkpoint.directory import checkpoints_dir
 from wm_ds.checkpoint.format import MANIFEST, CheckpointError
+from wm_ds.distributed import log as terminal
 from wm_ds.errors import run_cli
-
-
-def tell(line: str) -> None:
-    """Progress; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None = None) -> None:
     """The command, its errors as exceptions."""
     options = parser().parse_args(argv)
+    terminal.start("stderr")  # standard output is for results
     count = len(options.steps) if options.last is None else options.last
     weights = weights_of(options.weights, max(count, 1))
     if not options.run.exists():
@@ -68,7 +65,7 @@ def run(argv: list[str] | None = None) -> None:
         sources = newest(options.run, count)
     else:
         sources = of_steps(options.run, options.steps)
-    path = average(sources, weights, options.output, options.weights, tell)
+    path = average(sources, weights, options.output, options.weights)
     for source, weight in zip(sources, weights, strict=True):
         print(f"{source.name}  {weight:.6g}")
     print(path)

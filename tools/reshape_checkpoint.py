@@ -16,6 +16,7 @@ CHECKPOINT is a directory with a manifest.json, or a run directory, whose latest
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -56,13 +57,11 @@ from wm_ds.checkpoint.format import (
     verify_each,
 )
 from wm_ds.checkpoint.rewrite import Fragment, write_new
+from wm_ds.distributed import log as terminal
 from wm_ds.errors import run_cli
 from wm_ds.files import write_atomically
 
-
-def tell(line: str) -> None:
-    """Progress and remarks; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
+log = logging.getLogger("wm_ds.reshape_checkpoint")
 
 
 def list_all(run_dir: Path) -> int:
@@ -107,10 +106,10 @@ def verify_all(path: Path) -> int:
 
 
 def verify_aloud(path: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, one line each; tells of each file as it is read."""
+    """What is wrong with a checkpoint's files, one line each; logs each file as it is read."""
     problems = []
     for name, problem in verify_each(path):
-        tell(f"{path.name}/{name}: {problem or 'ok'}")
+        log.info(f"{path.name}/{name}: {problem or 'ok'}")
         problems += [problem] if problem else []
     return problems
 
@@ -129,7 +128,7 @@ def rewind(run_dir: Path, step: int) -> int:
         if newer.sequence > sequence or newer.problem is not None:
             aside = newer.path.with_name(f"set_aside_{newer.path.name}")
             newer.path.rename(aside)
-            tell(f"{newer.path.name} is now {aside.name}")
+            log.info(f"{newer.path.name} is now {aside.name}")
     write_atomically(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n")
     print(f"the run resumes from {target}")
     return 0
@@ -155,7 +154,7 @@ def reshape(source: Path, run_dir: Path, ranks: int) -> int:
             reader.read_into(out, part.name, part.kind, part.start)
             return out
 
-        print(write_new(run_dir, manifest, content, source, files=ranks, say=tell))
+        print(write_new(run_dir, manifest, content, source, files=ranks))
     return 0
 
 
@@ -165,7 +164,7 @@ def checkpoint_at(path: Path) -> Path:
         return path
     found, remarks = latest(path)
     for remark in remarks:
-        tell(remark)
+        log.info(remark)
     if found is None:
         raise CheckpointError(describe(path))
     return found
@@ -179,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(argv: list[str] | None = None) -> int:
     """The command, its errors as exceptions."""
     options = parser().parse_args(argv)
+    terminal.start("stderr")  # standard output is for results
     if (options.ranks is None) != (options.out is None):
         parser().error("--ranks and --out go together")
     if options.ranks is not None and options.ranks < 1:

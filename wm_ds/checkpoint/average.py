@@ -8,6 +8,7 @@ generators, the trainer's counters) is that of the newest of them.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 
 from wm_ds.checkpoint.directory import checkpoints_dir, describe, list_checkpoints, step_name
 from wm_ds.checkpoint.format import WEIGHT, CheckpointError, Manifest, Reader, read_manifest, verify
-from wm_ds.checkpoint.rewrite import Fragment, Say, write_new
+from wm_ds.checkpoint.rewrite import Fragment, write_new
 
+log = logging.getLogger(__name__)
 PIECE = 2**22  # elements that are averaged at once
 
 
@@ -81,7 +83,7 @@ def newest(run_dir: Path, count: int) -> list[Path]:
     return sorted((found.path for found in chosen), key=lambda path: path.name)
 
 
-def average(sources: Sequence[Path], weights: Sequence[float], run_dir: Path, rule: str, say: Say) -> Path:
+def average(sources: Sequence[Path], weights: Sequence[float], run_dir: Path, rule: str) -> Path:
     """Publish the average of `sources` (oldest first) below the new directory `run_dir`; returns its path.
 
     `rule` is how the weights were made, for the record. Raises CheckpointError where the checkpoints are not
@@ -97,7 +99,7 @@ def average(sources: Sequence[Path], weights: Sequence[float], run_dir: Path, ru
         problems = verify(source)
         if problems:
             raise CheckpointError("; ".join(problems))
-        say(f"{source.name}: ok")
+        log.info(f"{source.name}: ok")
     layout = manifests[-1]
     layout.run |= {
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -110,7 +112,7 @@ def average(sources: Sequence[Path], weights: Sequence[float], run_dir: Path, ru
     files = sum(name.endswith(".safetensors") for name in layout.files)
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(Reader(*pair)) for pair in zip(sources, manifests)]
-        return write_new(run_dir, layout, _mean_of(readers, weights), sources[-1], files=files, say=say)
+        return write_new(run_dir, layout, _mean_of(readers, weights), sources[-1], files=files)
 
 
 def _mean_of(readers: list[Reader], weights: Sequence[float]) -> Callable[[Fragment], torch.Tensor]:

@@ -7,6 +7,7 @@ directory of its own, with the records that make it a run's, and gets its name a
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from wm_ds.files import write_atomically
 from wm_ds.run.ancestry import HISTORY
 from wm_ds.run.directory import CONFIG
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ def write_new(
     source: Path,
     *,
     files: int,
-    say: Say,
 ) -> Path:
     """Publish a checkpoint of `layout`'s tensors below `run_dir` as its latest; returns its path.
 
@@ -79,13 +79,13 @@ def write_new(
                 state.fragments.append((name, part.start, part.stop))
             specs = [(f"{f.name}:{f.kind}:{f.start}", f.dtype, f.stop - f.start) for f in wanted]
             records[name] = write_fragments(partial / name, specs, (content(part) for part in wanted))
-            say(f"{name}: {records[name]['size'] / 2**20:.1f} MiB")
+            log.info(f"{name}: {records[name]['size'] / 2**20:.1f} MiB")
         for name in layout.files:
             if name.endswith(".json"):
                 records[name] = write_file(partial / name, (source / name).read_bytes())
         new = Manifest(layout.run, tensors, layout.tied, records)
         new.check_coverage()
-        _copy_records(source, run_dir, say)
+        _copy_records(source, run_dir)
         return publish(run_dir, partial, step, new, fence=lambda: None)
 
 
@@ -102,11 +102,11 @@ def _removed_after_an_error(run_dir: Path, partial: Path) -> Iterator[None]:
         raise
 
 
-def _copy_records(source: Path, run_dir: Path, say: Say) -> None:
+def _copy_records(source: Path, run_dir: Path) -> None:
     """What makes a directory that run's, without which a start refuses it; never over records there."""
     run = source.parent.parent
     if not (run / CONFIG).is_file():
-        say(f"{run} has no {CONFIG}: train from it with another run.dir and checkpoint.resume={run_dir}")
+        log.info(f"{run} has no {CONFIG}: train from it with another run.dir and checkpoint.resume={run_dir}")
         return
     for name in (CONFIG, HISTORY):
         if (run / name).is_file() and not (run_dir / name).exists():
