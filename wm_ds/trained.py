@@ -49,7 +49,7 @@ class Trained:
     def run(self) -> run_config.Config:
         """The run's resolved configuration."""
         assert self.run_dir is not None
-        return run_config.load(self.run_dir / "config.yaml")
+        return run_config.load_record(self.run_dir / "config.yaml")
 
     @cached_property
     def data(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.config.test_load import ROOT
-from wm_ds.config.deepspeed_json import ALLOWED, REFUSED, RUN_DECIDES, load_deepspeed
-from wm_ds.config.schema import ConfigError
+from wm_ds.config.deepspeed_json import ALLOWED, REFUSED, RUN_DECIDES, STAGES, load_deepspeed
+from wm_ds.config.schema import Config, ConfigError
 
 
 def read(tmp_path: Path, content: Any) -> dict[str, Any]:
@@ -51,7 +51,17 @@ def zero(**keys: Any) -> dict[str, Any]:
         (zero(stage=[2]), "stage = [2] must be"),
         (zero(offload_param={"device": "cpu"}), "needs stage 3"),
         (zero(stage=0, offload_optimizer={"device": "cpu"}), "needs stage 1"),
-        (zero(stage3_max_live_parameters="auto"), 'live_parameters = "auto" is worked out at stage 3 only'),
+        (zero(stage3_max_live_parameters="auto"), "stage3_max_live_parameters needs stage 3"),
+        (zero(zero_hpz_partition_size=1), "zero_hpz_partition_size needs stage 3 and would do nothing at"),
+        (zero(stage=1, sub_group_size=10), "sub_group_size needs stage 3 and would do nothing at stage 1"),
+        (zero(stage=3, allgather_bucket_size=500), "needs stage 1 or 2 and would do nothing at stage 3"),
+        (zero(stage=3, use_multi_rank_bucket_allreduce=True), "needs stage 1 or 2"),
+        (zero(stage=0, overlap_comm=True), "overlap_comm needs stage 1, 2 or 3 and would do nothing"),
+        ({"zero_optimization": {"reduce_bucket_size": 5e8}}, "reduce_bucket_size needs stage 1, 2 or 3"),
+        (zero(allgather_partitions=True), "DeepSpeed reads it and does nothing with it); remove it"),
+        (zero(reduce_scatter=False, use_multi_rank_bucket_allreduce=False), "with reduce_scatter = false"),
+        (zero(offload_optimizer={"pin_memory": True}), 'offload_optimizer does nothing without "device"'),
+        ({"comms_logger": {"prof_all": True}}, 'comms_logger does nothing without "enabled"'),
         (zero(allgather_bucket_size=501), "allgather_bucket_size = 501 must be even at stage 2"),
         (zero(stage=3, offload_param={"device": "nvme"}), 'device = "nvme" must be "cpu" or "none"'),
         (zero(offload_optimizer=[]), "zero_optimization.offload_optimizer must be an object"),
@@ -97,15 +107,36 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         load_deepspeed(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        load_deepspeed("ds_configs/zero2.json")
-    assert f"No such file or directory in {tmp_path}" in str(caught.value)
+        load_deepspeed("ds_configs/mine.json")
+    assert f"deepspeed = ds_configs/mine.json: No such file or directory in {tmp_path}" in str(caught.value)
     assert "start in the repository's folder, or give an absolute path" in str(caught.value)
+
+
+def test_the_default_is_found_from_any_folder_and_a_file_there_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = Config.model_fields["deepspeed"].default
+    assert load_deepspeed(name) == json.loads((ROOT / name).read_text())
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text('{"zero_optimization": {"stage": 1}}')
+    assert load_deepspeed(name) == {"zero_optimization": {"stage": 1}}
 
 
 def test_whole_numbers_may_be_written_as_powers_of_ten(tmp_path):
     found = read(tmp_path, '{"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}}')
     assert found == {"zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000_000}}
     assert type(found["zero_optimization"]["reduce_bucket_size"]) is int
+
+
+def test_offload_to_nothing_is_allowed_at_any_stage(tmp_path):
+    off = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none", "pin_memory": True}}
+    for stage in (0, 1, 2, 3):
+        assert read(tmp_path, zero(stage=stage, **off)) == zero(stage=stage, **off)
+
+
+def test_every_key_belongs_to_stages():
+    assert set(STAGES) == set(ALLOWED["zero_optimization"])
+    with_stage_3 = {key for key, stages in STAGES.items() if stages == (3,)}
+    assert {key for key in STAGES if key.startswith("stage3_")} <= with_stage_3
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)

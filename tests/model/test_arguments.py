@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
+from tests.model import test_lckv, test_sharing
 from tests.support.tiny import VOCABULARY, build, tokens
 from wm_ds.model import (
     CLAConfig,
@@ -294,6 +295,126 @@ def test_prefill_settings_without_effect_are_refused(prefill: str, extra: dict, 
             **{f"prefill_{name}": value for name, value in extra.items()},
         )
     assert lm.config.prefill_schedule("converged", groups=2, tolerance=0.5) == Converged(2, 0.5)
+
+
+def every_family() -> list:
+    """A tiny model of each kind of forward."""
+    others = [test_sharing.build(name) for name in ("cla2", "yoco", "fusedkv")]
+    return [build(), build(k=4, feedback=False), test_lckv.build(), *others]
+
+
+SCHEDULE: dict[str, tuple[Schedule, Schedule]] = {
+    "kind": (Schedule.chunked(4, 2, 2), Schedule.wavefront(4, 2, 2)),
+    "groups": (Schedule.cyclic(2, 2), Schedule.cyclic(3, 2)),
+    "passes": (Schedule.cyclic(2, 1), Schedule.cyclic(2, 2)),
+    "no_grad": (Schedule.cyclic(2, 2), Schedule.cyclic(2, 2, no_grad=1)),
+    "chunk": (Schedule.chunked(4, 2, 2), Schedule.chunked(3, 2, 2)),
+    "relaxation": (Schedule.cyclic(2, 2), Schedule.cyclic(2, 2, relaxation=0.5)),
+}
+CONVERGED: dict[str, tuple[Converged, Converged]] = {
+    "groups": (Converged(2, 0.3), Converged(3, 0.3)),
+    "tolerance": (Converged(2, 0.3), Converged(2, 3.0)),
+    "relaxation": (Converged(2, 0.3), Converged(2, 0.3, 0.5)),
+}
+
+
+def test_every_field_of_a_schedule_has_an_effect() -> None:
+    assert parameters_of(Schedule.__init__) == set(SCHEDULE), "a field without a proof of its effect"
+    assert parameters_of(Converged.__init__) == set(CONVERGED), "a field without a proof of its effect"
+    lm = build().eval()
+    for name, (one, other) in (SCHEDULE | CONVERGED).items():
+        found = []
+        for schedule in (one, other) if name != "no_grad" else ():
+            with torch.no_grad():
+                found.append(lm(ROW, schedule=schedule).logits)
+        for schedule in (one, other) if name == "no_grad" else ():
+            lm.zero_grad()
+            lm(ROW, labels=ROW, schedule=schedule).loss.backward()
+            found.append(lm.model.pool.key.proj.grad.clone())
+        assert not torch.equal(*found), f"{name} changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (("cyclic", 2, 2, 0, 4), "schedule 'cyclic' has no chunks"),
+        (("exact", 1, 1, 0, 4), "schedule 'exact' has no chunks"),
+        (("exact", 4, 1), "it takes no groups, passes or relaxation"),
+        (("exact", 1, 3), "it takes no groups, passes or relaxation"),
+        (("exact", 1, 3, 1), "it takes no groups, passes or relaxation"),
+        (("exact", 1, 1, 0, 0, 0.5), "it takes no groups, passes or relaxation"),
+    ],
+)
+def test_what_a_kind_of_schedule_would_not_read_is_refused(fields: tuple, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Schedule(*fields)
+
+
+def test_a_chunk_size_is_for_the_schedules_that_have_chunks() -> None:
+    """It may be there for the prefill alone; a cyclic training schedule then goes over the whole row."""
+    config = WhiteMatterConfig(**BASE, chunk_size=4, prefill="chunked")
+    assert config.training_schedule() == Schedule.cyclic(3, 3, no_grad=1)
+    assert config.prefill_schedule() == Schedule.chunked(4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cache_position", "head_mask", "token_type_ids", "encoder_hidden_states", "num_logits_to_keep"),
+        *("decoder_input_ids", "output_router_logits", "mask", "padding_mask", "max_length"),
+    ],
+)
+def test_arguments_of_other_models_are_refused_by_name(name: str) -> None:
+    for lm in every_family():
+        for model in (lm, lm.model):
+            with pytest.raises(TypeError, match=f"forward has no '{name}'"):
+                model(ROW, **{name: torch.zeros(2, 7, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("mask", ["four dimensions", "additive", "too short"])
+def test_masks_of_another_kind_are_refused(mask: str) -> None:
+    """Not read as if they were a mask of padding."""
+    given = {
+        "four dimensions": torch.ones(2, 1, 7, 7),
+        "additive": torch.tensor([[0.0] * 6 + [-torch.inf], [0.0] * 7]),
+        "too short": torch.ones(2, 6),
+    }[mask]
+    for lm in every_family():
+        with pytest.raises(ValueError, match="attention_mask has"):
+            lm(ROW, attention_mask=given)
+
+
+def test_generate_refuses_what_nothing_would_read() -> None:
+    lm = build().eval()
+    for given in ({"labls": ROW}, {"prefil": "exact"}, {"head_mask": ROW}, {"max_new_tokns": 3}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(given))):
+            lm.generate(ROW, max_new_tokens=2, **given)
+    for kind in ("static", "offloaded", "quantized", "sliding_window"):
+        with pytest.raises(ValueError, match="cache_implementation"):
+            lm.generate(ROW, max_new_tokens=2, cache_implementation=kind)
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+        lm.generate(ROW, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+
+
+def test_generation_returns_the_hidden_states_that_are_asked_for() -> None:
+    lm = build().eval()
+    out = lm.generate(
+        ROW, max_new_tokens=3, do_sample=False, eos_token_id=None, output_hidden_states=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert [len(states) for states in out.hidden_states] == [5, 5, 5]
+    assert [states[-1].shape[1] for states in out.hidden_states] == [7, 1, 1]
+
+
+def test_public_names_are_all_proved_here() -> None:
+    """A new one comes with its own table."""
+    import wm_ds.model
+
+    proved = {"Schedule", "Converged", "WhiteMatterCache", "Part", "Step"}
+    for family in ("WhiteMatter", "LCKV", "CLA", "YOCO", "FusedKV"):
+        proved |= {f"{family}Config", f"{family}Model", f"{family}ForCausalLM"}
+    assert set(wm_ds.model.__all__) == proved
+    assert parameters_of(wm_ds.model.WhiteMatterCache.__init__) == set()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention", "flash_attention_2"])

@@ -16,6 +16,7 @@ from typing import Any
 from wm_ds.config.schema import ConfigError
 from wm_ds.config.text import nearest, read_text
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 LARGEST = 1 << 62  # of any number; DeepSpeed's own "no limit" is 2^63 - 1
 
 
@@ -99,7 +100,6 @@ ALLOWED: dict[str, Any] = {
         "overlap_comm": Bool(),
         "reduce_scatter": Bool(),
         "reduce_bucket_size": Whole(),
-        "allgather_partitions": Bool(),
         "allgather_bucket_size": Whole(),
         "use_multi_rank_bucket_allreduce": Bool(),
         "sub_group_size": Whole(),
@@ -124,6 +124,27 @@ ALLOWED: dict[str, Any] = {
         "prof_ops": Names(),
         "debug": Bool(),
     },
+}
+
+# At which stages DeepSpeed reads a key of zero_optimization (stage 0 partitions nothing and has no buckets of
+# its own). Elsewhere it would accept the key and do nothing with it.
+STAGES: dict[str, tuple[int, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "contiguous_gradients": (1, 2, 3),
+    "overlap_comm": (1, 2, 3),
+    "reduce_scatter": (1, 2, 3),
+    "reduce_bucket_size": (1, 2, 3),
+    "allgather_bucket_size": (1, 2),
+    "use_multi_rank_bucket_allreduce": (1, 2),
+    "sub_group_size": (3,),
+    "offload_optimizer": (1, 2, 3),
+    "offload_param": (3,),
+    "stage3_prefetch_bucket_size": (3,),
+    "stage3_max_live_parameters": (3,),
+    "stage3_max_reuse_distance": (3,),
+    "stage3_param_persistence_threshold": (3,),
+    "stage3_model_persistence_threshold": (3,),
+    "zero_hpz_partition_size": (3,),
 }
 
 # What the run decides, and where it says so.
@@ -186,6 +207,7 @@ REFUSED: dict[str, str | None] = {
     "zero_optimization.round_robin_gradients": _LAYOUT,
     "zero_optimization.parameter_alignment": _LAYOUT,
     "zero_optimization.legacy_stage1": _LAYOUT,
+    "zero_optimization.allgather_partitions": "DeepSpeed reads it and does nothing with it",
     "zero_optimization.leaf_module": None,
     "zero_optimization.zenflow": _ARITHMETIC,
     "zero_optimization.compute_grad_norm": None,
@@ -227,7 +249,7 @@ REFUSED: dict[str, str | None] = {
 def load_deepspeed(path: str | Path) -> dict[str, Any]:
     """DeepSpeed's JSON, checked, whole numbers as integers. Raises ConfigError naming file and key."""
     try:
-        text = read_text(path)
+        text = read_text(find(path))
     except ConfigError as error:
         raise ConfigError(f"deepspeed = {error}") from None
     try:
@@ -241,9 +263,20 @@ def load_deepspeed(path: str | Path) -> dict[str, Any]:
     try:
         checked = _checked(raw, ALLOWED, "")
         _check_stage(checked.get("zero_optimization", {}))
+        _check_switches(checked)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return checked
+
+
+def find(path: str | Path) -> Path:
+    """The file of that name: of a relative one the file in the working directory, else the repository's own.
+
+    So the default, and what configs/ name, are found from wherever a run is started.
+    """
+    path = Path(path)
+    own = REPOSITORY / path
+    return path if path.exists() or not own.exists() else own
 
 
 class _Twice(ValueError):
@@ -290,19 +323,38 @@ def _refusal(key: str, where: str, allowed: dict[str, Any], prefix: str) -> str:
 
 
 def _check_stage(zero: dict[str, Any]) -> None:
+    """Raise ConfigError for a key that the stage does not read. Offload to "none" is allowed at any."""
     stage = zero.get("stage", 0)
-    for part, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-        if zero.get(part, {}).get("device", "none") == "cpu" and stage < lowest:
-            raise ConfigError(f"{part} to cpu needs stage {lowest} or more, got stage {stage}")
-    derived = sorted(key for key, value in zero.items() if value == "auto")
-    if derived and stage < 3:
+    for key, value in zero.items():
+        off = isinstance(value, dict) and value.get("device", "none") == "none"
+        if stage not in STAGES[key] and not off:
+            shown = f"{key} to cpu" if isinstance(value, dict) else f"zero_optimization.{key}"
+            stages = " or ".join(", ".join(map(str, STAGES[key])).rsplit(", ", 1))
+            raise ConfigError(
+                f"{shown} needs stage {stages} and would do nothing at stage {stage}: remove it, or choose "
+                "such a stage"
+            )
+    if zero.get("reduce_scatter") is False and "use_multi_rank_bucket_allreduce" in zero:
         raise ConfigError(
-            f'zero_optimization.{derived[0]} = "auto" is worked out at stage 3 only, got stage {stage}: '
+            "zero_optimization.use_multi_rank_bucket_allreduce would do nothing with reduce_scatter = false: "
             "remove it"
         )
     bucket = zero.get("allgather_bucket_size", 2)
-    if stage in (1, 2) and bucket % 2:
+    if bucket % 2:
         raise ConfigError(f"zero_optimization.allgather_bucket_size = {bucket} must be even at stage {stage}")
+
+
+def _check_switches(checked: dict[str, Any]) -> None:
+    """Raise ConfigError for a section that does nothing because its switch was left out."""
+    zero = checked.get("zero_optimization", {})
+    sections = {f"zero_optimization.{key}": value for key, value in zero.items() if isinstance(value, dict)}
+    switches = dict.fromkeys(sections, ("device", '"cpu"'))
+    if "comms_logger" in checked:
+        sections["comms_logger"], switches["comms_logger"] = checked["comms_logger"], ("enabled", "true")
+    for name, section in sections.items():
+        key, on = switches[name]
+        if key not in section:
+            raise ConfigError(f'{name} does nothing without "{key}": add "{key}": {on}, or remove {name}')
 
 
 def _kind_of(value: Any) -> str:

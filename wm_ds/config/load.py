@@ -1,8 +1,8 @@
 """A run, as written by a person: YAML plus `section.field=value` overrides, checked before anything is built.
 
 schema.py declares every key; an unknown one is refused with the nearest name. `load` parses and checks what
-the file alone can tell (validate.contradictions); validate.check_against_data needs the packed data's
-manifest, `Batch.accumulation` the number of ranks.
+the file alone can tell (validate.contradictions and without_effect); validate.check_against_data needs the
+packed data's manifest, `Batch.accumulation` the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
 from wm_ds.config.text import nearest, read_text
-from wm_ds.config.validate import contradictions
+from wm_ds.config.validate import contradictions, without_effect
 
-__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "parse", "rate_schedule"]
+__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "load_record", "parse", "rate_schedule"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,22 +49,36 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a run's YAML, apply `section.field=value` overrides, and check what can be checked without data.
 
     Relative paths inside stay relative to the working directory. Raises ConfigError with one line per
-    problem.
+    problem, a key that nothing would read among them.
     """
+    raw = _read(path)
+    for override in overrides or []:
+        _override(raw, override)
+    config = parse(raw, source=str(path))
+    idle = without_effect(config)
+    if idle:
+        raise ConfigError(f"{path}: " + "; ".join(idle))
+    return config
+
+
+def load_record(path: str | Path) -> Config:
+    """Read what `dump` has written for a run, which an earlier version may have begun. Raises ConfigError."""
+    return parse(_read(path), source=str(path))
+
+
+def _read(path: str | Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         raw = yaml.load(text, _Loader)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
+    except (ValueError, TypeError, RecursionError) as error:  # keys given twice; values that YAML cannot make
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must hold sections (run, model, data, …), found {type(raw).__name__}")
-    for override in overrides or []:
-        _override(raw, override)
-    return parse(raw, source=str(path))
+    return raw
 
 
 def parse(raw: dict[str, Any], source: str = "config") -> Config:
@@ -91,7 +105,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
     *path, last = key.split(".")
     try:
         parsed = _override_value([*path, last], value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         raise ConfigError(f"{override!r}: the value is not valid YAML") from None
     at = raw
     for i, part in enumerate(path):

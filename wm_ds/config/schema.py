@@ -347,7 +347,7 @@ class Config(Section):
     times num_groups, the sequence length. Only WhiteMatter with feedback and the cyclic schedule."""
     deepspeed: str = "ds_configs/zero2.json"
     """DeepSpeed's JSON: ZeRO stage, offload, buckets. Batch sizes, precision, clipping, optimizer stay out of
-    it."""
+    it. A relative path is looked for in the working directory, then in the repository."""
     zero3: Zero3 = Zero3()
     steps: Steps | None = Field(None, gt=0)
     """Length of the run in optimizer steps; either this or tokens."""

@@ -1,13 +1,14 @@
 """What no single field can tell: contradictions between fields, with the data and with DeepSpeed's JSON.
 
-Whatever contradicts something else is named with both values.
+Whatever contradicts something else is named with both values; so is a key that nothing would read beside
+another.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, parse_tokens, to_steps
+from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, Model, Section, parse_tokens, to_steps
 
 
 def contradictions(config: Config) -> list[str]:
@@ -129,6 +130,80 @@ def _sequence_contradictions(config: Config) -> list[str]:
     return found
 
 
+# Keys that another one decides about: which, why nothing reads them, and the value that says what happens
+# anyhow.
+Idle = tuple[str, str, Any]
+
+
+def without_effect(config: Config) -> list[str]:
+    """Keys that the run sets to something else than their default and that nothing would read, one line each.
+
+    For what a person has written; a run's own record has all keys. What is switched off by its own key
+    (`optim.clip` 0, no `checkpoint.every`) may keep its settings, for when it is switched on again.
+    """
+    found: list[str] = []
+    sections: list[tuple[str, Section, list[Idle]]] = [
+        ("optim", config.optim, _idle_in_optim(config)),
+        ("model", config.model, _idle_in_model(config.model) + _idle_in_routing(config.model)),
+    ]
+    for name, section, idle in sections:
+        for keys, reason, same in idle:
+            for key in keys.split():
+                value, default = getattr(section, key), type(section).model_fields[key].default
+                if key in section.model_fields_set and value not in (default, None, same):
+                    other = "null" if default is None else default
+                    found.append(
+                        f"{name}.{key} = {value} has no effect {reason}: leave it out, or set it to {other}"
+                    )
+    return found
+
+
+def _idle_in_optim(config: Config) -> list[Idle]:
+    o, found = config.optim, []
+    if o.name != "muon":
+        muon = "momentum update_scale ns_steps ns_dtype embedding_rule head_rule"
+        found.append((muon, f"with optim.name = {o.name}", None))
+    elif config.model.tie_word_embeddings:
+        reason = "with model.tie_word_embeddings = true, where the head is the embedding"
+        found.append(("head_rule", reason, None))
+    if o.schedule != "wsd":
+        found.append(("decay", f"with optim.schedule = {o.schedule}", None))
+    if o.schedule == "constant":
+        found.append(("floor", "with optim.schedule = constant", None))
+    return found
+
+
+def _idle_in_model(m: Model) -> list[Idle]:
+    if m.family in PLAIN_FAMILIES:
+        return []  # what they do not have is refused as another family's
+    if m.feedback is False:
+        reason = "with model.feedback = false, where one pass is exact"
+        return [
+            ("schedule chunk_size relaxation prefill_groups", reason, None),
+            ("num_groups", reason, 8),
+            ("no_grad_passes", reason, 0),
+            ("grad_passes prefill_passes", reason, 1),
+        ]
+    found: list[Idle] = []
+    if m.schedule not in ("chunked", "wavefront"):
+        found.append(("chunk_size", f"with model.schedule = {m.schedule or 'cyclic'}", None))
+    if m.schedule == "exact":
+        passes = "num_groups no_grad_passes grad_passes relaxation prefill_passes prefill_groups"
+        reason = "with model.schedule = exact, which has neither passes nor groups"
+        found.append((passes, reason, None))
+    return found
+
+
+def _idle_in_routing(m: Model) -> list[Idle]:
+    found: list[Idle] = []
+    if m.routing not in (None, "dynamic"):
+        found.append(("router_stride", f"with model.routing = {m.routing}, which has no router", 2))
+    if m.routing == "softmax":
+        reason = "with model.routing = softmax, which starts from equal weights"
+        found.append(("router_init", reason, "auto"))
+    return found
+
+
 _POOL, _PASSES = ("whitematter",), ("whitematter", "lckv")
 _BELONGS = {
     "num_kv_channels": _POOL,
@@ -183,7 +258,13 @@ def check_against_data(
 
 def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
     """What the run and DeepSpeed's checked JSON contradict each other in. Raises ConfigError."""
-    if config.compile and json.get("zero_optimization", {}).get("stage") == 3:
+    stage = json.get("zero_optimization", {}).get("stage", 0)
+    if config.zero3.gather is not None and stage != 3:
+        raise ConfigError(
+            f"zero3.gather = {config.zero3.gather} has no effect at stage {stage} of {config.deepspeed}: set "
+            "zero3.gather=null, or a file of stage 3"
+        )
+    if config.compile and stage == 3:
         raise ConfigError(
             f"compile = true does not go with stage 3 of {config.deepspeed}: its hooks gather parameters in "
             "the midst of compiled blocks; use compile = false, or stage 2"

@@ -37,7 +37,7 @@ class WhiteMatterConfig(PreTrainedConfig):
         num_groups: g, strided token groups of a training pass (§3.3); 1 is Jacobi iteration.
         no_grad_passes: detached passes at the start of a training step.
         grad_passes: passes that carry gradient after them; the loss is on the last one.
-        chunk_size: tokens of a chunk; for "chunked" and "wavefront".
+        chunk_size: tokens of a chunk; for "chunked" and "wavefront", of training or of a prefill.
         relaxation: from the second pass on, new entry = old + relaxation * (computed - old); a list has one
             factor for each pass from the second on, the last of which serves all further passes.
         prefill: the sweep of a forward in evaluation mode: "trained" (that of `schedule`), one of the kinds
@@ -206,9 +206,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         if self.schedule == "exact":
             return Schedule.exact()
         passes = self.no_grad_passes + self.grad_passes
-        return Schedule(
-            self.schedule, self.num_groups, passes, self.no_grad_passes, self.chunk_size or 0, self.relaxation
-        )
+        chunk = self._chunk(self.schedule)
+        return Schedule(self.schedule, self.num_groups, passes, self.no_grad_passes, chunk, self.relaxation)
 
     def prefill_schedule(
         self,
@@ -240,8 +239,11 @@ class WhiteMatterConfig(PreTrainedConfig):
             return Converged(groups, tolerance, self.relaxation)
         if kind == "exact":
             return Schedule.exact()
-        chunk = (self.chunk_size or 0) if kind in ("chunked", "wavefront") else 0
-        return Schedule(kind, groups, passes, 0, chunk, self.relaxation)
+        return Schedule(kind, groups, passes, 0, self._chunk(kind), self.relaxation)
+
+    def _chunk(self, kind: str) -> int:
+        """chunk_size for a kind of schedule that has chunks; it may be set for the prefill alone."""
+        return (self.chunk_size or 0) if kind in ("chunked", "wavefront") else 0
 
     def prefill_settings(self, prefill: str | None = None) -> tuple[str, ...]:
         """Names of the settings that a kind of prefill takes; None is the configuration's kind."""

@@ -113,6 +113,11 @@ def _padding_mask(attention_mask: Tensor | None, shape: tuple[int, int], past: i
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be {shape}: a column for each "
             f"of {past} cached and {shape[1] - past} new tokens"
         )
+    if attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+        raise ValueError(
+            "attention_mask has negative values, as an additive mask has; it must be 1 for tokens and 0 for "
+            "padding"
+        )
     mask_BM = attention_mask.bool()
     return None if bool(mask_BM.all()) else mask_BM
 

@@ -80,9 +80,17 @@ class Schedule:
             raise ValueError(
                 f"{self.no_grad} of {self.passes} passes without gradient: at least the last must carry it"
             )
-        if self.kind in ("chunked", "wavefront") and self.chunk < self.groups:
-            raise ValueError(f"a chunk of {self.chunk} tokens cannot hold {self.groups} groups")
+        if self.kind in ("chunked", "wavefront"):
+            if self.chunk < self.groups:
+                raise ValueError(f"a chunk of {self.chunk} tokens cannot hold {self.groups} groups")
+        elif self.chunk:
+            raise ValueError(f"chunk is {self.chunk}, but schedule {self.kind!r} has no chunks")
         object.__setattr__(self, "relaxation", checked_relaxation(self.relaxation))
+        if self.kind == "exact" and (self.groups, self.passes, self.relaxation) != (1, 1, 1.0):
+            raise ValueError(
+                "an exact schedule updates one position after another, once: it takes no groups, passes or "
+                "relaxation; write Schedule.exact()"
+            )
 
     @classmethod
     def cyclic(cls, groups: int, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0) -> Schedule:

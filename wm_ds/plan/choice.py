@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -169,8 +170,10 @@ def command(question: Question, way: Way) -> str:
     parts.append(f"batch.micro_batch={way.micro_batch}")
     if way.stage == 3:
         parts.append(f"zero3.gather={way.gather}")
+    elif way.run.config.zero3.gather is not None:
+        parts.append("zero3.gather=null")
     launch = f"torchrun --nnodes {question.nodes} --nproc-per-node {question.gpus // question.nodes}"
-    return f"{launch} -m wm_ds.train {' '.join(parts)}"
+    return f"{launch} -m wm_ds.train {shlex.join(parts)}"
 
 
 def table(answer: Answer, *, every: bool = False) -> str:

@@ -135,7 +135,7 @@ def _shown(sources: list[Source]) -> str:
 def recorded(folder: str | Path) -> Config | None:
     """The run's configuration at its last start, None for a directory that is no run's."""
     known = Path(folder) / CONFIG
-    return configuration.load(known) if known.is_file() else None
+    return configuration.load_record(known) if known.is_file() else None
 
 
 def history(folder: str | Path) -> dict[str, Any]:
