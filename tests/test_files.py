@@ -111,6 +111,26 @@ def test_create_is_exclusive_and_leaves_nothing_half(tmp_path):
     assert os.listdir(tmp_path) == ["claim"]
 
 
+class Full:
+    """A file on a disk without room."""
+
+    def __enter__(self) -> "Full":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_named_with_the_file_that_was_to_be_created(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "open", lambda *_: Full(), raising=False)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        files.create(tmp_path / "claim", "1")
+    assert raised.value.filename == str(tmp_path / "claim")
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_modes_are_the_umasks(tmp_path, umask):
     old = os.umask(umask)
@@ -133,7 +153,9 @@ def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path, monkeypat
     files.sync_directory(tmp_path)
 
 
-@pytest.mark.parametrize("module", ["files", "errors", "run.attempt", "run.rendezvous"])
+@pytest.mark.parametrize(
+    "module", ["files", "errors", "distributed.environment", "run.attempt", "run.rendezvous"]
+)
 def test_the_batch_scripts_python_has_no_packages(module):
     code = f"import sys; sys.path.insert(0, '.'); import wm_ds.{module}"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)

@@ -144,7 +144,7 @@ def test_rooms_import_what_the_table_allows():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["wm_ds", "wm_ds.run"])
+@pytest.mark.parametrize("name", ["wm_ds", "wm_ds.distributed", "wm_ds.run"])
 def test_what_the_batch_script_imports_stays_empty(name):
     """The batch script's Python has no packages: it runs wm_ds.run.attempt and wm_ds.run.rendezvous."""
     assert not _imports(MODULES[name])

@@ -219,7 +219,7 @@ def test_durations(seconds, text):
 class FakeWandb(types.ModuleType):
     """As much of the package as is called; `fails` happens in init, `log_fails` in log."""
 
-    def __init__(self, fails: Any = None, log_fails: bool = False) -> None:
+    def __init__(self, fails: Any = None, log_fails: Any = None) -> None:
         super().__init__("wandb")
         self.fails, self.log_fails, self.begun, self.logged = fails, log_fails, [], []
         self.finished = 0
@@ -236,8 +236,8 @@ class FakeWandb(types.ModuleType):
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        if self.log_fails:
-            raise RuntimeError("connection\nlost")
+        if self.log_fails is not None:
+            self.log_fails()
         self.logged.append(step)
 
     def finish(self) -> None:
@@ -257,13 +257,18 @@ def test_wandb_ids_are_of_the_run_not_of_its_folders_name(tmp_path, monkeypatch)
     assert fake.finished == 3
 
 
-@pytest.mark.parametrize("how", ["no key", "exit", "silence", "later"])
+def lost() -> None:
+    raise RuntimeError("connection\nlost")
+
+
+@pytest.mark.parametrize("how", ["no key", "exit", "silence", "later", "later silence"])
 def test_wandb_is_never_fatal_and_costs_no_minutes(tmp_path, monkeypatch, capsys, how):
     gone = threading.Event()
     fails = {"no key": RuntimeError("no API key\nconfigured"), "exit": SystemExit(1), "silence": gone.wait}
-    fake = FakeWandb(fails.get(how), log_fails=how == "later")
+    log_fails = {"later": lost, "later silence": gone.wait}
+    fake = FakeWandb(fails.get(how), log_fails.get(how))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics, "WANDB_SECONDS", 0.2 if how == "silence" else 20)
+    monkeypatch.setattr(metrics, "WANDB_SECONDS", 0.2 if "silence" in how else 20)
     play(sink(tmp_path, wandb="project"))
     gone.set()
     told = [line for line in "".join(capsys.readouterr()).splitlines() if "Weights & Biases" in line]
@@ -272,6 +277,7 @@ def test_wandb_is_never_fatal_and_costs_no_minutes(tmp_path, monkeypatch, capsys
         "exit": "no Weights & Biases in this attempt: 1 (training goes on",
         "silence": "no Weights & Biases in this attempt: no answer within 0.2 s (training goes on",
         "later": "step 1: no more Weights & Biases: connection lost",
+        "later silence": "step 1: no more Weights & Biases: no answer within 0.2 s",
     }
     assert len(told) == 1
     assert why[how] in told[0]
@@ -310,6 +316,30 @@ def test_a_full_disk_costs_rows_and_one_line_but_not_the_run(tmp_path, capsys):
     why = "metrics.jsonl: No space left on device; training goes on, without rows from step 1 on "
     why += "until there is room"
     assert told == [why]
+
+
+def test_rows_begin_when_the_file_can_be_opened(tmp_path, capsys):
+    """A folder stands in its place for a while, as a disk may be full for a while."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    m = sink(tmp_path, tensorboard=False)
+    m.step(result(1), total_tokens=900, data_s=0.5, extra={})
+    (tmp_path / "metrics.jsonl").rmdir()
+    m.step(result(2), total_tokens=1800, data_s=0.5, extra={})
+    m.close()
+    assert [row["step"] for row in rows(tmp_path)] == [2]
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "metrics.jsonl" in line]
+    assert told == [
+        "metrics.jsonl: Is a directory; training goes on, without rows from step 1 on until there is room"
+    ]
+
+
+def test_a_damaged_file_of_rows_is_no_obstacle(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 3, "loss": 1.0}\n\xff\xfe\0 rubbish')
+    assert last_step(tmp_path / "metrics.jsonl") == 3
+    m = sink(tmp_path, attempt=2)
+    m.step(result(4), total_tokens=900, data_s=0.5, extra={})
+    m.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_bytes().splitlines()[-1])["step"] == 4
 
 
 def test_tensorboard_that_fails_is_left(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import shutil
@@ -14,14 +16,15 @@ import torch
 
 from tests.config.test_load import changed
 from tests.support import toy_corpus
-from wm_ds import start
+from wm_ds import files, start, train
 from wm_ds.checkpoint import format
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.data import shards
 from wm_ds.distributed.process_group import World
+from wm_ds.engine.engine import TrainingFailed
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
-from wm_ds.run import ancestry, directory
+from wm_ds.run import ancestry, claim, directory
 
 WORLD = World(0, 0, 1, torch.device("cpu"), "gloo")
 JSON = {"zero_optimization": {"stage": 2}}
@@ -128,6 +131,48 @@ def test_a_damaged_record_is_named_with_a_remedy_that_works(tmp_path, data):
         check(a_run(tmp_path, data))
     (tmp_path / "run" / ancestry.HISTORY).unlink()
     assert check(a_run(tmp_path, data)) == []
+
+
+# -- a disk that is full
+
+
+def full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@pytest.mark.parametrize("what", ["mkdir", "claim"])
+def test_a_run_directory_that_cannot_be_written_refuses_the_start_in_one_line(
+    tmp_path, data, monkeypatch, what
+):
+    config = a_run(tmp_path, data)
+    batches = SimpleNamespace(seq_len=24)
+    if what == "mkdir":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "attempts").write_text("")  # as wrong as a full disk
+        said = f"{tmp_path}/run/attempts"
+    else:
+        monkeypatch.setattr(claim, "create", lambda path, _: full(path))
+        said = f"{tmp_path}/run/attempts/0001.json: No space left on device"
+    with pytest.raises(ConfigError) as caught:
+        start.on_main(WORLD, lambda: start.claim(config, JSON, WORLD, batches))
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["write_marker", "record_end"])
+def test_an_end_that_cannot_be_written_down_is_one_line_with_what_helps(tmp_path, data, monkeypatch, place):
+    mine = claim.claim(tmp_path / "run")
+    marker = tmp_path / "run" / ("done" if place == "write_marker" else "attempts/0001.end")
+    with monkeypatch.context() as patch:
+        original = files.write_atomically
+        patch.setattr(files, "write_atomically", lambda p, d: full(p) if p == marker else original(p, d))
+        with pytest.raises(TrainingFailed) as caught:
+            train.note_end(str(tmp_path / "run"), mine, "done", {"step": 20, "began": 0})
+    assert f"{marker}: No space left on device: the checkpoint of step 20 is written" in str(caught.value)
+    # What it says helps: there is room, and the start that finds nothing left to do notes the end.
+    train.note_end(str(tmp_path / "run"), mine, "done", {"step": 20, "began": 20})
+    assert json.loads((tmp_path / "run" / "done").read_text())["step"] == 20
+    assert json.loads(mine.path("end").read_text())["clean"]
 
 
 # -- doing nothing is no success

@@ -101,6 +101,9 @@ def create(path: Path, data: bytes | str) -> bool:
     try:
         with file:
             file.write(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -68,12 +68,12 @@ class Metrics:
         if not self.active:
             return
         folder = Path(config.run.dir)
-        self._seen_step = last_step(folder / "metrics.jsonl")
-        # Append, line by line: an earlier attempt's rows stay, and a kill or a full disk costs at most a half
-        # line, which readers drop.
-        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
-        self._halved = self._file.tell() > 0 and not _ends_with_newline(folder / "metrics.jsonl")
+        self._path = folder / "metrics.jsonl"
+        self._seen_step = last_step(self._path)
+        self._file: Any = None
         self._unwritten = False
+        with contextlib.suppress(OSError):  # tried again for each row, which then says so
+            self._open()
         if config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -87,6 +87,12 @@ class Metrics:
             self._wandb = _open_wandb(config.log.wandb, folder)
         if sys.stdout.isatty():
             self._live = _Live(total_steps)
+
+    def _open(self) -> None:
+        # Append, line by line: an earlier attempt's rows stay, and a kill or a full disk costs at most a half
+        # line, which readers drop.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._halved = self._file.tell() > 0 and not _ends_with_newline(self._path)
 
     def start(self) -> None:
         """Speed is measured from here."""
@@ -180,7 +186,8 @@ class Metrics:
         if self._live is not None:
             self._live.close()
         with contextlib.suppress(OSError):  # a network file system's late answer: rows are no reason to fail
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
         if self._tensorboard is not None:
             try:
                 self._tensorboard.close()
@@ -193,8 +200,11 @@ class Metrics:
 
     def _write(self, row: dict[str, Any]) -> None:
         """Append a row. A disk that is full costs rows, and one line on the terminal, but not the run."""
-        line = b"\n" * self._halved + json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+        text = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
         try:
+            if self._file is None:
+                self._open()
+            line = b"\n" * self._halved + text
             written = self._file.write(line) or 0
             if written < len(line):
                 self._halved = True
@@ -219,10 +229,10 @@ class Metrics:
                 log.warning("step %d: no more TensorBoard in this attempt: %s", step, one_line(str(error)))
                 self._tensorboard = None
         if self._wandb is not None:
-            try:
-                self._wandb.log(flat, step=step)
-            except Exception as error:
-                log.warning("step %d: no more Weights & Biases: %s", step, one_line(str(error)))
+            run = self._wandb
+            problem = _bounded(lambda: run.log(flat, step=step))[1]
+            if problem is not None:
+                log.warning("step %d: no more Weights & Biases: %s", step, problem)
                 self._wandb = None
 
 
@@ -239,8 +249,9 @@ def _open_wandb(project: str, folder: Path) -> Any:
         if not record.exists():
             write_atomically(record, secrets.token_hex(8) + "\n")
         name = record.read_text().strip()
-    except OSError as error:
-        log.warning("no Weights & Biases in this attempt: %s", describe(error))
+    except (OSError, UnicodeDecodeError) as error:
+        why = describe(error) if isinstance(error, OSError) else f"{record} is damaged; remove it"
+        log.warning("no Weights & Biases in this attempt: %s", why)
         return None
 
     def begin() -> Any:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from wm_ds import errors
 from wm_ds.checkpoint.directory import checkpoints_dir, describe, list_checkpoints, step_name
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
 from wm_ds.config import load as configuration
@@ -24,11 +25,12 @@ from wm_ds.data.shards import ShardError
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.deepspeed_config import deepspeed_config
+from wm_ds.errors import WmError
 from wm_ds.families import num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
 from wm_ds.run import directory
 from wm_ds.run.ancestry import descended
-from wm_ds.run.claim import Attempt, SupersededError, join
+from wm_ds.run.claim import Attempt, join
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,14 +59,16 @@ def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
 
 
 def on_main(world: World, act: Callable[[], T]) -> T:
-    """Rank 0's answer on every rank; its refusal stops all of them."""
+    """Rank 0's answer on every rank; its refusal stops all of them, as does a disk that cannot be written."""
     answer: Any = None
     problem: Exception | None = None
     if world.is_main:
         try:
             answer = act()
-        except (ConfigError, SupersededError) as error:
+        except WmError as error:
             problem = error
+        except OSError as error:
+            problem = ConfigError(errors.describe(error))
     answer, problem = process_group.broadcast((answer, problem))
     if problem is not None:
         raise problem

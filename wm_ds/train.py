@@ -42,7 +42,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
     parser().parse_intermixed_args()
 
 from wm_ds.checkpoint.layout_proof import LayoutError
-from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
+from wm_ds.checkpoint.manager import Checkpoints
 from wm_ds.checkpoint.writer import SavePolicy
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
@@ -53,6 +53,7 @@ from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
+from wm_ds.distributed.environment import VariableError
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.distributed.process_group import SetupError, World
 from wm_ds.engine.compile import compile_blocks
@@ -60,19 +61,19 @@ from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.engine.diagnostics import observe
 from wm_ds.engine.engine import Engine, TrainingFailed, build
 from wm_ds.engine.init_weights import Shell
-from wm_ds.errors import INTERRUPTED, run_cli
+from wm_ds.errors import INTERRUPTED, WmError, describe, run_cli
 from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
-from wm_ds.optim.param_rules import format_table
+from wm_ds.optim.param_rules import OptimizerError, format_table
 from wm_ds.plan.flops import training
-from wm_ds.run.claim import Attempt, SupersededError
+from wm_ds.run.claim import Attempt
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
 from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data
 
 log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
-REFUSED = (ConfigError, SetupError, ShardError, LayoutError)
+REFUSED = (ConfigError, SetupError, ShardError, LayoutError, VariableError, OptimizerError)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +135,7 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
         if world.is_main:
             log.error("error: %s", error)
         return 2
-    except (CheckpointError, TrainingFailed, SupersededError) as error:
+    except WmError as error:  # a checkpoint, too many skipped steps, a newer attempt
         if world.is_main:
             log.error("error: %s", error)
         return 1
@@ -186,6 +187,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         engine.load_state_dict(checkpoints.load(found)["engine"])
     checkpoints.prove("the first step")
     engine.rate = on_main(world, lambda: accept(config, json, world, batches, found, engine.steps))
+    on_main(world, lambda: clear_markers(config.run.dir))
     metrics = Metrics(
         config,
         total_steps=total,
@@ -195,9 +197,6 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         flops=training(hf_config, batches.seq_len, config.recompute),
         begun=engine.steps,
     )
-    if world.is_main:
-        clear_markers(config.run.dir)
-
     began, reason = engine.steps, stopping.before_the_first_step()
     with batches.iterate(engine.steps, *engine.data_rank, config.batch.micro_batch) as stream:
         metrics.start()
@@ -278,9 +277,19 @@ def finish(
         log.info("%d steps were skipped, see metrics.jsonl", engine.skipped)
     metrics.close()
     process_group.barrier()
-    if world.is_main:
-        write_marker(config.run.dir, "done" if done else "stopped", how)
-        attempt.record_end(result="done" if done else "stopped", **how, clean=True)
+    on_main(world, lambda: note_end(config.run.dir, attempt, "done" if done else "stopped", how))
+
+
+def note_end(run_dir: str, attempt: Attempt, result: str, how: dict[str, Any]) -> None:
+    """Leave how the run ended in its directory; rank 0. Raises TrainingFailed where it cannot."""
+    try:
+        write_marker(run_dir, result, how)
+        attempt.record_end(result=result, **how, clean=True)
+    except OSError as error:
+        raise TrainingFailed(
+            f"{describe(error)}: the checkpoint of step {how['step']} is written, but not that the run is "
+            f"{result}; make room and start it again, which goes on from there"
+        ) from None
 
 
 if __name__ == "__main__":

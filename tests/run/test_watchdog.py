@@ -103,6 +103,16 @@ def test_an_exception_is_noted_and_ends_the_process_at_once(tmp_path):
     assert (failure["rank"], failure["kind"], failure["step"]) == (1, "exception", 3)
 
 
+def test_a_disk_that_is_full_is_one_line_and_noted(tmp_path):
+    attempt = claim(tmp_path)
+    body = "import errno\nraise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'runs/x/done')\n"
+    child = launch(tmp_path, body, rank=1)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == 1
+    assert errors == "error: runs/x/done: No space left on device\n"
+    assert attempt.failure()["kind"] == "exception"
+
+
 def test_a_rank_that_waits_for_a_dead_one_ends(tmp_path):
     attempt = claim(tmp_path)
     body = "import wm_ds.run.watchdog as w\nw.FAILURE_GRACE_S = 1\nwhile True:\n    dog.beat(1)\n"

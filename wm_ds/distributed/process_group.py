@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wm_ds.distributed import noise
+from wm_ds.distributed import environment, noise
 from wm_ds.distributed.deepspeed_env import SetupError, build_cpu_helper
 
 
@@ -109,13 +109,14 @@ def init(timeout_minutes: float = 30.0) -> World:
             raise SetupError(
                 f"{name} is not set for WORLD_SIZE {size}: start with torchrun or slurm/pretrain.sbatch"
             )
+    environment.whole("MASTER_PORT", 0, least=1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif size > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Ranks of one machine that each take every core slow each other down by far more than the cores they
         # win.
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        local_size = environment.whole("LOCAL_WORLD_SIZE", size, least=1)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     noise.silence()
     if device.type == "cpu":

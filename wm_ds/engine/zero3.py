@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from wm_ds.distributed import deepspeed_internals
+from wm_ds.distributed import deepspeed_internals, environment
 from wm_ds.families import NAMES
 
 GATHERS = ("step", "pass", "traversal")
@@ -80,7 +79,7 @@ def node_partition(gather: str, world: int) -> int:
 
     The ranks of a node where parameters are gathered many times and there are several nodes; else 1 (off).
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = environment.whole("LOCAL_WORLD_SIZE", 1, least=1)
     return local if gather == "traversal" and 1 < local < world and world % local == 0 else 1
 
 

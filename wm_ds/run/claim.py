@@ -28,6 +28,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from wm_ds.distributed import environment
 from wm_ds.errors import WmError
 from wm_ds.files import create, write_json
 
@@ -187,10 +188,10 @@ def join(run_dir: str | Path, *, solo: bool = False, lease_s: float | None = Non
     `solo` says that no rank lives on another machine; LOCAL_WORLD_SIZE of torchrun and rank.sh says it too.
     Then nothing is waited for when this process is dead: rank 0 alone publishes.
     """
-    number = os.environ.get("WM_ATTEMPT")
+    number = environment.whole("WM_ATTEMPT", 0)
     if number:
-        return Attempt(Path(run_dir), int(number))
+        return Attempt(Path(run_dir), number)
     solo = solo or os.environ.get("LOCAL_WORLD_SIZE", "0") == os.environ.get("WORLD_SIZE", "1")
     if lease_s is None:
-        lease_s = float(os.environ.get("WM_LEASE_SECONDS", DEFAULT_LEASE_S))
+        lease_s = environment.seconds("WM_LEASE_SECONDS", DEFAULT_LEASE_S)
     return claim(run_dir, lease_s=lease_s, solo=solo, boot=boot_id())

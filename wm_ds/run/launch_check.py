@@ -31,7 +31,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a node that does not co
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from wm_ds.distributed import process_group  # noqa: E402
+from wm_ds.distributed import environment, process_group  # noqa: E402
 from wm_ds.errors import run_cli  # noqa: E402
 from wm_ds.run.exit_codes import EXIT_CHECK_FAILED  # noqa: E402
 from wm_ds.run.rendezvous import RendezvousError, host_names, nodes_of_ranks  # noqa: E402
@@ -142,7 +142,12 @@ class Check:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.rank, self.local_rank, self.size = process_group.launch_size()
-        self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise process_group.SetupError(
+                    f"{name} is not set: slurm/pretrain.sbatch starts this check on every node, with it"
+                )
+        self.local_world = environment.whole("LOCAL_WORLD_SIZE", self.size, least=1)
         self.node = socket.gethostname().split(".")[0]
         self.deadline = time.monotonic() + limits.timeout
         self.store: dist.TCPStore | None = None
@@ -174,7 +179,7 @@ class Check:
 
     def meet(self) -> None:
         """Connect to rank 0's store. Raises DistStoreError or DistNetworkError when it is not there."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address, port = os.environ["MASTER_ADDR"], environment.whole("MASTER_PORT", 0, least=1)
         main = self.rank == 0
         self.store = dist.TCPStore(address, port, None, main, timeout=self.left(), wait_for_workers=False)
 

@@ -16,6 +16,7 @@ it holds Python's lock.
 """
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
@@ -27,18 +28,21 @@ import time
 import traceback
 from types import TracebackType
 
+from wm_ds.distributed import environment
+from wm_ds.errors import describe
 from wm_ds.run.claim import Attempt
 from wm_ds.run.exit_codes import EXIT_HUNG, EXIT_SUPERSEDED
 
 log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 1200.0  # less than the collectives' own timeout (run.timeout_minutes), which says less
 FAILURE_GRACE_S = 10.0
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 NOTE_DELAY_S = 3.0  # longer than rank.sh waits
 
 
 def configured_timeout_s() -> float:
     """Seconds without progress after which a run counts as hung: WM_HANG_TIMEOUT, else twenty minutes."""
-    return float(os.environ.get("WM_HANG_TIMEOUT") or DEFAULT_TIMEOUT_S)
+    return environment.seconds("WM_HANG_TIMEOUT", DEFAULT_TIMEOUT_S)
 
 
 class Watchdog:
@@ -148,7 +152,10 @@ class Watchdog:
     ) -> None:
         self._beat = float("inf")  # from here on it is no hang
         faulthandler.cancel_dump_traceback_later()
-        traceback.print_exception(kind, error, trace)
+        if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK):
+            print(f"error: {describe(error)}", file=sys.stderr, flush=True)  # no fault of this program
+        else:
+            traceback.print_exception(kind, error, trace)
         if self.world > 1:
             # When another rank was killed, its lost connection arrives here first; the note about the kill is
             # made within this time. Our own sockets close only after our note, so no rank overtakes it.
