@@ -2,14 +2,19 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load
 
 from tests.support import exported, toy_corpus
+from tools import export_hf, reshape_checkpoint
 from wm_ds import train, trained
+from wm_ds.checkpoint import format
 from wm_ds.checkpoint.format import verify
+from wm_ds.evaluate import __main__ as evaluate
 from wm_ds.export import holdout
 from wm_ds.export.tokenizer import ExportError
 
@@ -79,3 +84,50 @@ def test_weights_that_are_not_what_was_trained_are_refused(run, tmp_path, monkey
         exported.run_export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not verify(source.path), "the format has nothing to complain of"
+
+
+def exchange(checkpoint: Path, first: str, second: str) -> None:
+    """Let two tensors of a checkpoint of one rank change places, with checksums that fit."""
+    manifest = format.read_manifest(checkpoint)
+    (name,) = [file for file in manifest.files if file.endswith(".safetensors")]
+    held = load((checkpoint / name).read_bytes())  # not mapped: the file is written again
+    one, other = f"{first}:weight:0", f"{second}:weight:0"
+    held[one], held[other] = held[other], held[one]
+    specs = [(key, tensor.dtype, tensor.numel()) for key, tensor in held.items()]
+    manifest.files[name] = format.write_fragments(checkpoint / name, specs, held.values())
+    (checkpoint / format.MANIFEST).write_text(manifest.to_json())
+
+
+def test_tensors_that_changed_places_on_the_disk_are_found_out(run, tmp_path, capsys):
+    """All that the files say of themselves is right, and every tensor is where a tensor of its shape was."""
+    shutil.copytree(run, tmp_path / "run")
+    source = trained.find(tmp_path / "run")
+    layers = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    before = format.read_tensor(source.path, layers[0])
+    exchange(source.path, *layers)
+    assert reshape_checkpoint.main([str(tmp_path / "run"), "--verify"]) == 0
+    assert torch.equal(format.read_tensor(source.path, layers[1]), before)
+    capsys.readouterr()
+    command = [str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--dtype", "float32"]
+    assert export_hf.main(command) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"error: {source.path}: its weights have a held-out loss of ")
+    assert "the checkpoint does not hold the weights that were trained; export another step" in said
+    assert not list(tmp_path.glob("*out*"))
+    # The remedy: another step, of which the trainer has a record, too.
+    exchange(source.path, *layers)
+    assert export_hf.main(command) == 0
+
+
+def test_the_export_carries_the_trainers_record(run, tmp_path):
+    """Who has the folder and the data can compute the number again, without the checkpoint."""
+    source = trained.find(run)
+    out = exported.run_export(run, tmp_path / "out")
+    record = json.loads((out / "export.json").read_text())["trainer_holdout"]
+    assert record == json.loads((source.path / "client.json").read_text())["holdout"]
+    data = source.run.data.sources()[0].path
+    again = tmp_path / "again.json"
+    command = ["perplexity", str(out), "--data", data, "--sequences", str(record["rows"]), "--exact", "0"]
+    assert evaluate.main([*command, "--json", str(again)]) == 0
+    (row,) = [row for row in json.loads(again.read_text())["rows"] if row["as_trained"]]
+    assert row["loss"] == pytest.approx(record["loss"], abs=1e-5)

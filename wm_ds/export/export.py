@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from wm_ds import model as model_package
 from wm_ds.checkpoint.format import verify
 from wm_ds.export import model_card
-from wm_ds.export.holdout import check_holdout
+from wm_ds.export.holdout import check_holdout, trainers_record
 from wm_ds.export.tokenizer import ExportError, agree_on_ids, copy_tokenizer
 from wm_ds.export.verify import check
 from wm_ds.export.weights import write_weights
@@ -70,6 +70,7 @@ def export(
         copy_tokenizer(tokenizer_dir, part, config.max_position_embeddings)
         _write_code_and_config(config, tokenizer_size, part)
         facts = source.facts() | {"dtype": str(dtype).removeprefix("torch.")}
+        facts["trainer_holdout"] = trainers_record(source)
         (part / PROVENANCE).write_text(json.dumps(facts, indent=2) + "\n")
         (part / "README.md").write_text(model_card.render(facts, config))
         check(source, part, dtype)

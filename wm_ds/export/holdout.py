@@ -29,12 +29,10 @@ def check_holdout(source: Trained, dtype: torch.dtype) -> float | None:
 
     Raises ExportError where it is more than rounding explains.
     """
-    manifest = read_manifest(source.path)
-    client = read_json(source.path, manifest, CLIENT) if CLIENT in manifest.files else {}
-    recorded = client.get("holdout")
-    if manifest.run.get("averaged"):
+    if read_manifest(source.path).run.get("averaged"):
         log.info("not compared with the trainer's held-out loss: these are an average, never evaluated")
         return None
+    recorded = trainers_record(source)
     if recorded is None:
         log.info("not compared with the trainer's held-out loss: the checkpoint records none (an older one)")
         return None
@@ -62,6 +60,14 @@ def check_holdout(source: Trained, dtype: torch.dtype) -> float | None:
         )
     log.info(f"checked: held-out loss {loss:.4f}, the trainer's {recorded['loss']:.4f}")
     return difference
+
+
+def trainers_record(source: Trained) -> dict[str, Any] | None:
+    """What the trainer noted with the checkpoint: `loss` of the first `rows` held-out rows of the data with
+    this `content`, at this `precision`; None in older checkpoints."""
+    manifest = read_manifest(source.path)
+    client = read_json(source.path, manifest, CLIENT) if CLIENT in manifest.files else {}
+    return client.get("holdout")
 
 
 @torch.no_grad()
