@@ -164,5 +164,5 @@ if wanted evaluate; then
     --gpus-per-node=1 --time="$WM_CPU_TIME" slurm/evaluate.sbatch "${evaluate[@]}"
 fi
 if [ -z "$dry" ]; then
-  echo "logs: $run/logs    all of it: squeue --me    stop and keep: touch $run/STOP"
+  echo "logs: $run/logs    all of it: squeue --me    stop and keep: touch $(printf %q "$run/STOP")"
 fi

@@ -42,11 +42,23 @@ class DemoError(WmError):
     """The demo cannot go on."""
 
 
+def known_state() -> dict[str, Any]:
+    """What earlier demos have noted; nothing where that is damaged, so that every step is made again."""
+    try:
+        found = json.loads(STATE.read_text()) if STATE.is_file() else {}
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and all(isinstance(entry, dict | int) for entry in found.values()):
+        return found
+    print(f"{STATE} is damaged: every step is made again")
+    return {}
+
+
 class Demo:
     """What was done so far: the keys of valid steps, seconds, and the largest memory that was seen."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = json.loads(STATE.read_text()) if STATE.is_file() else {}
+        self.state = known_state()
         self.code = {path: path.read_bytes() for path in sorted((ROOT / "wm_ds").rglob("*.py"))}
         self.passed: set[str] = set()
         self.key = ""
@@ -136,6 +148,8 @@ def prepare_text(demo: Demo) -> Path:
         source = Path(own).absolute()
         if not source.exists():
             raise DemoError(f"DEMO_TEXT={own} does not exist")
+        if not source.is_file() and not source.is_dir():
+            raise DemoError(f"DEMO_TEXT={own} is no file and no folder")
         files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
         demo.step("text", [], *(p.read_bytes() for p in files))
         size = sum(p.stat().st_size for p in files) / 1e6

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,7 @@ def run_pack(plan: Plan, job: Job) -> dict[str, Any] | None:
             f"task {job.task} of {tasks}: {done['shards']} shards are published in {job.output} with "
             f"{done['documents']:,} documents, {done['tokens']:,} tokens, "
             f"{done['bad']:,} bad records left out; when all tasks are done, run: "
-            f"tools/pack_data.py merge {job.output}"
+            f"python tools/pack_data.py merge {shlex.quote(str(job.output))}"
         )
     return None
 

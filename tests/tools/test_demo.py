@@ -81,6 +81,14 @@ def test_own_text_that_is_missing_is_one_line(place):
     assert result.stderr.strip() == f"error: DEMO_TEXT={place / 'nowhere.txt'} does not exist"
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"text": 3.5}'])
+def test_damaged_notes_are_no_notes(place, capsys, content):
+    demo_tool.STATE.parent.mkdir(parents=True)
+    demo_tool.STATE.write_bytes(content)
+    assert demo_tool.Demo().state == {}
+    assert "is damaged: every step is made again" in capsys.readouterr().out
+
+
 def test_failing_step_ends_the_demo(place, capsys):
     demo = demo_tool.Demo()
     demo.step("text", [])

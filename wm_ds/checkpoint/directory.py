@@ -13,6 +13,7 @@ order. Everything here is done by rank 0 alone.
 import logging
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ def _offer(complete: list[Listed]) -> str:
     if not complete:
         return "no other checkpoint is complete"
     newest = complete[0]
-    run_dir = newest.path.parent.parent
+    run_dir = shlex.quote(str(newest.path.parent.parent))
     return (
         f"the newest complete one is {newest.path}: go back to it with "
         f"`python tools/reshape_checkpoint.py {run_dir} --rewind {newest.step}`, which removes nothing"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -256,14 +257,15 @@ def load_manifest(root: str | os.PathLike[str]) -> dict[str, Any]:
     version, and a token type that does not belong to the vocabulary.
     """
     path = Path(root) / MANIFEST
+    command = f"python tools/pack_data.py merge {shlex.quote(str(root))}"
     if not path.is_file():
         if any(Path(root).glob("shard-*")):
             raise ShardError(
                 f"{path} is missing: packing {root} has not finished. Run the same pack_data command again, "
-                f"or `tools/pack_data.py merge {root}` if it was packed by an array of tasks"
+                f"or `{command}` if it was packed by an array of tasks"
             )
         raise ShardError(f"{path} is missing: {root} is not a packed data set")
-    remedy = f"remove it and write it again: tools/pack_data.py merge {root}"
+    remedy = f"remove it and write it again: {command}"
     manifest = read_json(path, (), remedy)
     if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, HOLDOUT_VERSION):
         raise ShardError(

@@ -78,9 +78,19 @@ def find_inputs(
                     f"name it once"
                 )
             seen[real] = path
+            if not os.path.isfile(path):
+                raise InputError(f"{path} {_what(path)}")
             kind, compression = kind_of(path)
             inputs.append(Input(path, kind, compression, os.path.getsize(path)))
     return inputs
+
+
+def _what(path: str) -> str:
+    """Why something that is no file cannot be read, in words."""
+    if not os.path.exists(path):
+        return "is a link to nothing: remove it, or name the files that are meant"
+    # Several workers read it at several places, and a later run looks at it again.
+    return "is no file but a pipe or a device: write its text into a file first"
 
 
 def _expand(name: str, split: str) -> list[str]:
@@ -95,6 +105,8 @@ def _expand(name: str, split: str) -> list[str]:
         if found := _matches(name):
             return found
         raise InputError(f"no file matches {name!r}")
+    if os.path.islink(name):
+        raise InputError(f"{name} {_what(name)}")
     raise InputError(
         f"{name} does not exist; give a file, a folder, a glob in quotes, or {DATASET_PREFIX}NAME for a "
         f"Hugging Face dataset"
