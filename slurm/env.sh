@@ -31,6 +31,8 @@ wm_site_setup() {
 }
 : "${WM_PYTHON:=$PWD/.venv/bin/python}"   # python of the ranks (inside the container, where there is one)
 : "${WM_BATCH_PYTHON:=$WM_PYTHON}"        # python 3.11+ of the batch script on the first node, no packages needed
+: "${WM_SERVE_VENV:=$PWD/.venv-vllm}"     # environment with vLLM and serving/vllm, for serve.sbatch (docs/serving.md)
+: "${WM_SERVE_PORT:=8000}"                # port of that server
 # pyxis/enroot: an image turns the container on; it must hold the packages of requirements.txt. Off by default.
 : "${WM_CONTAINER_IMAGE:=}"               # for example /images/wm_ds.sqsh or nvcr.io#nvidia/pytorch:25.06-py3
 : "${WM_CONTAINER_MOUNTS:=}"              # source:target,… beside this repository, which is always mounted

@@ -29,6 +29,6 @@ if [ ! -e "$venv/.installed-$pins" ]; then
   touch "$venv/.installed-$pins"
 fi
 # Editable, and again each time: entry points are read when a package is installed.
-install --no-build-isolation --editable $here
+install --no-build-isolation --editable $here $here/name_of_cpu_build
 cd $here
 exec "../../$venv/bin/python" -m pytest tests "$@"

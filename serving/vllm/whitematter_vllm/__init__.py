@@ -11,10 +11,10 @@ def register() -> None:
     """Make the model types known to transformers and vLLM. Imports nothing that another vLLM could lack."""
     from transformers import AutoConfig
 
-    from whitematter_vllm.configuration import LCKVConfig, WhiteMatterConfig
+    from whitematter_vllm.configuration import FAMILIES
     from whitematter_vllm.versions import tested
 
-    for config_class in (WhiteMatterConfig, LCKVConfig):
+    for config_class in FAMILIES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     if not tested():
         return  # a configuration of ours then says so when it is made; other models are not concerned

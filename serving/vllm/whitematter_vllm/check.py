@@ -44,8 +44,8 @@ def model_problems(config: WhiteMatterConfig) -> Iterator[str]:
             yield "feedback: false (the ablation without feedback)"
         if config.routing not in ROUTINGS:
             yield f"routing {config.routing!r}"
-    elif config.start != "embedding":
-        yield f"start {config.start!r} (a condensed layer makes the KV of all)"
+    elif (config.prefill_start or config.start) != "embedding":
+        yield "start 'layerwise' (their condensed layers have one KV, which the top one makes)"
 
 
 def engine_problems(vllm_config: VllmConfig) -> Iterator[str]:

@@ -63,6 +63,7 @@ class WhiteMatterConfig(PreTrainedConfig):
     prefill_passes: int | None = None
     prefill_groups: int | None = None
     prefill_tolerance: float = 1e-3
+    prefill_start: str | None = None
     tokenizer_size: int | None = None
     attention: str = "auto"
     bos_token_id: int | None = None
@@ -88,6 +89,7 @@ class LCKVConfig(WhiteMatterConfig):
 
     warmup_layers: int = 4
     router_init: str = "top"
+    routing: str = "fixed"
     num_groups: int = 1
     no_grad_passes: int = 7
     grad_passes: int = 2
@@ -97,6 +99,37 @@ class LCKVConfig(WhiteMatterConfig):
         """The layers that share one KV."""
         bottom = self.warmup_layers // 2
         return range(bottom, self.num_hidden_layers - (self.warmup_layers - bottom))
+
+
+class SharedKVConfig(PreTrainedConfig):
+    """Families of wm_ds whose layers share KV without a pool: not served."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        raise ValueError(
+            f"models of the family {self.model_type} are not served by whitematter-vllm; transformers runs "
+            "them, with trust_remote_code=True"
+        )
+
+
+class CLAConfig(SharedKVConfig):
+    """Not served."""
+
+    model_type = "cla"
+
+
+class YOCOConfig(SharedKVConfig):
+    """Not served."""
+
+    model_type = "yoco"
+
+
+class FusedKVConfig(SharedKVConfig):
+    """Not served."""
+
+    model_type = "fusedkv"
+
+
+FAMILIES = (WhiteMatterConfig, LCKVConfig, CLAConfig, YOCOConfig, FusedKVConfig)
 
 
 def refuse_unknown(config: WhiteMatterConfig) -> None:

@@ -121,8 +121,9 @@ def schedule_of(config: WhiteMatterConfig) -> Schedule:
     kind = config.schedule if config.prefill == "trained" else config.prefill
     if kind not in KINDS:
         raise ValueError(f"prefill {kind!r} is not supported; choose one of trained, {', '.join(KINDS)}")
-    if config.start not in STARTS:
-        raise ValueError(f"start {config.start!r} is not supported; choose one of {', '.join(STARTS)}")
+    start = config.prefill_start or config.start
+    if start not in STARTS:
+        raise ValueError(f"start {start!r} is not supported; choose one of {', '.join(STARTS)}")
     if config.start_missing not in STAND_INS:
         raise ValueError(
             f"start_missing {config.start_missing!r} is not supported; choose one of {', '.join(STAND_INS)}"
@@ -147,7 +148,7 @@ def schedule_of(config: WhiteMatterConfig) -> Schedule:
         chunk,
         config.prefill_tolerance if kind == "converged" else 0.0,
         tuple(float(factor) for factor in relaxation),
-        config.start,
+        start,
         config.start_missing == "newest",
         config.prefill_border or 0,
     )
