@@ -44,7 +44,7 @@ def ports() -> Iterator[int]:
     """Free ports, each once: below those that Linux hands out to whoever asks for any, which the rendezvous
     of another test could be given before our rank 0 listens; processes begin at different ones."""
     span = LAST_PORT - FIRST_PORT + 1
-    for number in itertools.count(os.getpid() * 101):
+    for number in itertools.count(os.getpid() * 1009):
         if is_free(port := FIRST_PORT + number % span):
             yield port
 
