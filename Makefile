@@ -2,9 +2,10 @@
 # make test      the tests                 ARGS="tests/export/test_export.py -x" passes arguments to pytest
 # make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
 # make test-serving the vLLM plugin (serving/vllm) in an environment of its own, .venv-serving (3.4 GB; see docs/serving.md)
+# make prose     public-domain prose, tokenized and packed, for the sweeps of docs/sweeps.md (9 MB; two minutes)
 # make same-numbers BASE=main  shows that no number differs from a revision's (ARGS=--all: the whole matrix, minutes)
 # make lint      formatting, lint, type hints
-# make clean     removes what make demo and make test made, except .venv; make distclean removes that and .venv-serving
+# make clean     removes what make demo, make prose and make test made, except .venv; make distclean removes that and .venv-serving
 #
 # Settings, on the command line or in the environment:
 #   PYTHON       the interpreter to build .venv with (3.11 or newer)
@@ -33,11 +34,26 @@ export DEMO_RANK_WORKERS ?= $(shell n=$(WORKERS); echo $$((n < 2 ? n : 2)))
 
 STARTED := $(shell date +%s)
 
-.PHONY: demo test test-slurm test-serving same-numbers lint clean distclean install
+.PHONY: demo prose test test-slurm test-serving same-numbers lint clean distclean install
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
 	@DEMO_STARTED=$(STARTED) $(VENV)/bin/python tools/demo.py
+
+# The data of configs/sweeps/: the demo's text, held out by document.
+prose: data/prose/packed/manifest.json
+
+data/prose/text.jsonl: $(BUILT)
+	@$(VENV)/bin/python tools/fetch_text.py --output $@
+
+data/prose/tokenizer/tokenizer.json: data/prose/text.jsonl
+	@rm -rf $(@D)
+	@$(VENV)/bin/python tools/train_tokenizer.py --input $< --vocab-size 4096 --output $(@D)
+
+data/prose/packed/manifest.json: data/prose/tokenizer/tokenizer.json
+	@rm -rf $(@D)
+	@$(VENV)/bin/python tools/pack_data.py --input data/prose/text.jsonl --tokenizer data/prose/tokenizer \
+	  --output $(@D) --seq-len 256 --align 8 --holdout 256 --holdout-by document
 
 # Two runs: tests that share nothing on all cores (at most 8: each loads torch), then those that start ranks or wait for
 # processes, two files at a time: much of their time is waiting.
@@ -92,7 +108,7 @@ $(BUILT): $(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf runs/demo data/demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf runs/demo data/demo data/prose .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -34,6 +34,15 @@ wm_seconds() {
   echo $((10#$days * 86400 + 10#${parts[0]} * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
 }
 
+# The columns of this array task's line in a list of runs: configuration, run directory, file and settings of what is
+# measured of it. In the array `task`.
+wm_task() {
+  local line
+  line=$(sed -n "$((${SLURM_ARRAY_TASK_ID:?a list of runs is for an array of jobs} + 1))p" "$1")
+  IFS=$'\t' read -ra task <<<"$line"
+  [ "${#task[@]}" -eq 4 ] || die 2 "line $((SLURM_ARRAY_TASK_ID + 1)) of $1 is no run"
+}
+
 # srun's options for the container, one a line; none where no image is set.
 wm_container_options() {
   [ -n "$WM_CONTAINER_IMAGE" ] || return 0

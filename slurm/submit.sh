@@ -15,6 +15,7 @@
 #   --nodes N            nodes of the training job (default: WM_NODES); also after a stop, for the same run
 #   --gpus-per-node N    GPUs, and ranks, per node (default: WM_GPUS_PER_NODE)
 #   --time LIMIT         time limit of one start of the training job (default: WM_TRAIN_TIME)
+#   --list FILE          an array of runs instead of CONFIG, as tools/sweep.py --slurm writes it: train, evaluate
 #   --dry-run            print the sbatch commands and submit nothing
 #
 # What depends on the cluster is in slurm/env.sh. A stage whose predecessor fails is cancelled.
@@ -31,7 +32,7 @@ refuse() {
   exit 2
 }
 
-run='' stages='' data='' tokenizer='' dry='' inputs=() pack=() export=() evaluate=()
+run='' stages='' data='' tokenizer='' dry='' list='' inputs=() pack=() export=() evaluate=()
 while [ $# -gt 0 ]; do
   case $1 in
   --*=*) option=${1%%=*} value=${1#*=} taken=1 ;;
@@ -52,6 +53,7 @@ while [ $# -gt 0 ]; do
   --nodes) WM_NODES=$value ;;
   --gpus-per-node) WM_GPUS_PER_NODE=$value ;;
   --time) WM_TRAIN_TIME=$value ;;
+  --list) list=$value ;;
   --dry-run) dry=1 ;;
   --help | -h)
     usage
@@ -62,6 +64,16 @@ while [ $# -gt 0 ]; do
   shift "$taken"
 done
 
+job='%j' array=() condition=afterok alone=singleton
+if [ -n "$list" ]; then
+  [ $# -eq 0 ] && [ -z "$run$stages" ] || refuse "--list stands in the place of CONFIG, key=value, --run and --stages"
+  [ -s "$list" ] || refuse "no such list, or an empty one: $list"
+  list=$(realpath -- "$list")
+  set -- "$list"
+  run=${list%.*}.jobs stages=train,evaluate evaluate=(--list "$list")
+  # Each task's evaluation waits for its own training. Tasks have one name: they must not wait for each other.
+  job='%A_%a' array=("--array=0-$(($(wc -l <"$list") - 1))") condition=aftercorr alone=''
+fi
 [ $# -ge 1 ] || refuse "no CONFIG given; slurm/submit.sh --help shows the usage"
 config=$1
 shift
@@ -129,7 +141,7 @@ submit() { # submit WORD sbatch-options-and-script…: prints the command, and s
   printf '%-9s job %s\n' "$word" "$after"
 }
 waiting() { # the dependency options for a job that comes next; $1: a further condition
-  local conditions=${after:+afterok:$after}
+  local conditions=${after:+$condition:$after}
   [ -z "${1-}" ] || conditions=${conditions:+$conditions,}$1
   [ -z "$conditions" ] || printf '%s\n' "--dependency=$conditions" --kill-on-invalid-dep=yes
 }
@@ -148,10 +160,12 @@ if wanted pack; then
     slurm/tokenize.sbatch merge "$data"
 fi
 if wanted train; then
-  mapfile -t wait_for < <(waiting singleton)
-  submit train "${wait_for[@]}" "${gpu[@]}" --job-name="train-$label" --output="$pattern/logs/train-%j.log" \
+  mapfile -t wait_for < <(waiting "$alone")
+  trained=("$config" "$run" "$@")
+  [ -z "$list" ] || trained=(--list "$list")
+  submit train "${wait_for[@]}" "${array[@]}" "${gpu[@]}" --job-name="train-$label" --output="$pattern/logs/train-$job.log" \
     --nodes="$WM_NODES" --ntasks-per-node="$WM_GPUS_PER_NODE" --gpus-per-node="$WM_GPUS_PER_NODE" ${WM_EXCLUSIVE:+--exclusive} \
-    --time="$WM_TRAIN_TIME" --signal="B:USR1@$WM_GRACE_SECONDS" slurm/pretrain.sbatch "$config" "$run" "$@"
+    --time="$WM_TRAIN_TIME" --signal="B:USR1@$WM_GRACE_SECONDS" slurm/pretrain.sbatch "${trained[@]}"
 fi
 if wanted export; then
   mapfile -t wait_for < <(waiting)
@@ -160,7 +174,7 @@ if wanted export; then
 fi
 if wanted evaluate; then
   mapfile -t wait_for < <(waiting)
-  submit evaluate "${wait_for[@]}" "${gpu[@]}" --job-name="evaluate-$label" --output="$pattern/logs/evaluate-%j.log" \
+  submit evaluate "${wait_for[@]}" "${array[@]}" "${gpu[@]}" --job-name="evaluate-$label" --output="$pattern/logs/evaluate-$job.log" \
     --gpus-per-node=1 --time="$WM_CPU_TIME" slurm/evaluate.sbatch "${evaluate[@]}"
 fi
 if [ -z "$dry" ]; then

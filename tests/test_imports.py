@@ -111,6 +111,10 @@ MAY_IMPORT = {
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
     },
+    "sweep": {
+        *("config", "data", "distributed", "evaluate", "families", "files"),
+        *("model", "plan", "run", "trained"),
+    },
     "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),

@@ -21,6 +21,7 @@ from typing import Any
 
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.distributed import process_group
+from wm_ds.distributed.log import duration
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.compile import compile_seconds
 from wm_ds.engine.engine import StepResult
@@ -318,18 +319,6 @@ class _Live:
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._progress.stop()
-
-
-def duration(seconds: float) -> str:
-    """`3d 04h`, `2h 07m`, `5m 12s`, `9s`."""
-    if not math.isfinite(seconds):
-        return "?"
-    s = max(0, round(seconds))
-    if s >= 86400:
-        return f"{s // 86400}d {s % 86400 // 3600:02d}h"
-    if s >= 3600:
-        return f"{s // 3600}h {s % 3600 // 60:02d}m"
-    return f"{s // 60}m {s % 60:02d}s" if s >= 60 else f"{s}s"
 
 
 def last_step(path: Path) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import Qwen3Config
 
-from wm_ds.model import CLAConfig, FusedKVConfig, WhiteMatterConfig, YOCOConfig
+from tools import count_flops
+from wm_ds.families import build_model
+from wm_ds.model import CLAConfig, FusedKVConfig, LCKVConfig, WhiteMatterConfig, YOCOConfig
 from wm_ds.plan.flops import training
 
 UNIT = 589_824  # FLOPs: at these sizes a block is 10 units of products and 4 of causal attention
@@ -51,3 +54,40 @@ def test_recomputation_adds_what_it_runs_again():
     assert costs == sorted(costs)
     assert (costs[1] - costs[0]) / UNIT == pytest.approx(31 * 14)
     assert (costs[2] - costs[1]) / UNIT == pytest.approx(15 * 14 + 3.875 * 12)
+
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WhiteMatterConfig(**SMALL, num_hidden_layers=3, num_kv_channels=2, router_stride=2, num_groups=4),
+        WhiteMatterConfig(**SMALL, num_hidden_layers=3, num_kv_channels=1, num_groups=4, routing="softmax"),
+        WhiteMatterConfig(
+            **SMALL, num_hidden_layers=4, num_kv_channels=4, router_stride=3, feedback=False,
+            no_grad_passes=0, grad_passes=1,
+        ),
+        LCKVConfig(**SMALL, num_hidden_layers=6, warmup_layers=3),
+        CLAConfig(**SMALL, num_hidden_layers=4),
+        YOCOConfig(**SMALL, num_hidden_layers=4, own_kv_layers=1),
+        FusedKVConfig(**SMALL, num_hidden_layers=4),
+        Qwen3Config(**SMALL, num_hidden_layers=3),
+    ],
+    ids=["whitematter", "softmax", "no feedback", "lckv", "cla", "yoco", "fusedkv", "vanilla"],
+)  # fmt: skip
+def test_the_closed_form_is_what_is_counted_on_the_model(config):
+    """Forward and backward on meta tensors, every product by torch's formulas, without the head."""
+    length = 32
+    with torch.device("meta"):
+        lm = build_model(config, seed=0)
+    counted = sum(count_flops.train(lm, length)) / length
+    head = 6 * config.hidden_size * config.vocab_size
+    assert training(config, length).model - head == pytest.approx(counted, rel=1e-9)

@@ -165,3 +165,42 @@ def test_help():
     shown = submit("--help")
     assert shown.returncode == 0
     assert "--gpus-per-node N" in shown.stdout
+
+
+def test_a_list_of_runs_is_two_arrays(tmp_path):
+    """Each run's measuring waits for its own training; tasks of one name must not wait for each other."""
+    runs = tmp_path / "a sweep.list"
+    runs.write_text("a.yaml\truns/a\ta.json\t{}\nb.yaml\truns/b\tb.json\t{}\n")
+    train, evaluate = dry_run("--list", str(runs), WM_GPUS_PER_NODE="2")
+    assert [option(command, "--array") for command in (train, evaluate)] == ["0-1", "0-1"]
+    assert option(train, "--dependency") is None
+    assert option(evaluate, "--dependency") == "aftercorr:<train>"
+    assert train[-3:] == ["slurm/pretrain.sbatch", "--list", str(runs)]
+    assert evaluate[-3:] == ["slurm/evaluate.sbatch", "--list", str(runs)]
+    assert option(train, "--output") == f"{tmp_path}/a sweep.jobs/logs/train-%A_%a.log"
+    assert (option(train, "--gpus-per-node"), option(evaluate, "--gpus-per-node")) == ("2", "1")
+
+
+def test_a_list_stands_alone(tmp_path):
+    runs = tmp_path / "runs.list"
+    assert "no such list, or an empty one" in submit("--dry-run", "--list", str(runs)).stderr
+    runs.write_text("a\tb\tc\td\n")
+    assert "stands in the place of CONFIG" in submit("--dry-run", "--list", str(runs), CONFIG).stderr
+    assert "stands in the place of CONFIG" in submit("--dry-run", "--list", str(runs), "--run", "x").stderr
+
+
+def test_a_task_takes_its_line_of_the_list(tmp_path):
+    runs = tmp_path / "runs.list"
+    runs.write_text('a.yaml\truns/a\ta.json\t{"x": 1}\nb b.yaml\truns/b\tb.json\t{"x": 2}\n')
+    script = f'. slurm/common.sh; wm_task "{runs}"; printf "%s|" "${{task[@]}}"'
+
+    def task(number: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": number}
+        return subprocess.run(
+            ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, env=environment
+        )
+
+    assert task("1").stdout == 'b b.yaml|runs/b|b.json|{"x": 2}|'
+    beyond = task("2")
+    assert beyond.returncode == 2
+    assert "line 3 of" in beyond.stderr

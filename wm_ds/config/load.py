@@ -19,7 +19,20 @@ from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
 from wm_ds.config.text import nearest, read_text
 from wm_ds.config.validate import contradictions, without_effect
 
-__all__ = ["Batch", "Config", "ConfigError", "Model", "dump", "load", "load_record", "parse", "rate_schedule"]
+__all__ = [
+    "Batch",
+    "Config",
+    "ConfigError",
+    "Model",
+    "dump",
+    "explain",
+    "load",
+    "load_record",
+    "parse",
+    "parse_new",
+    "rate_schedule",
+    "read",
+]
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,22 +64,22 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     Relative paths inside stay relative to the working directory. Raises ConfigError with one line per
     problem, a key that nothing would read among them.
     """
-    raw = _read(path)
+    raw = read(path)
     for override in overrides or []:
         _override(raw, override)
-    config = parse(raw, source=str(path))
-    idle = without_effect(config)
-    if idle:
-        raise ConfigError(f"{path}: " + "; ".join(idle))
-    return config
+    return parse_new(raw, source=str(path))
 
 
 def load_record(path: str | Path) -> Config:
     """Read what `dump` has written for a run, which an earlier version may have begun. Raises ConfigError."""
-    return parse(_read(path), source=str(path))
+    return parse(read(path), source=str(path))
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path, holds: str = "sections (run, model, data, …)") -> dict[str, Any]:
+    """The mapping that a YAML file is, as plain dictionaries; `holds` says in a word what of.
+
+    Raises ConfigError in one line for a file that cannot be read, is no YAML or holds something else.
+    """
     text = read_text(path)
     try:
         raw = yaml.load(text, _Loader)
@@ -77,7 +90,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError) as error:  # keys given twice; values that YAML cannot make
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold sections (run, model, data, …), found {type(raw).__name__}")
+        raise ConfigError(f"{path}: must hold {holds}, found {type(raw).__name__}")
     return raw
 
 
@@ -86,10 +99,19 @@ def parse(raw: dict[str, Any], source: str = "config") -> Config:
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError(f"{source}: " + "; ".join(explain(e) for e in error.errors())) from None
     problems = contradictions(config)
     if problems:
         raise ConfigError(f"{source}: " + "; ".join(problems))
+    return config
+
+
+def parse_new(raw: dict[str, Any], source: str) -> Config:
+    """The same of a run that is about to begin: a key that nothing would read is refused, too."""
+    config = parse(raw, source)
+    idle = without_effect(config)
+    if idle:
+        raise ConfigError(f"{source}: " + "; ".join(idle))
     return config
 
 
@@ -143,10 +165,11 @@ def _kinds(path: list[str]) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _explain(error: Any) -> str:
+def explain(error: Any, model: type[BaseModel] = Config) -> str:
+    """One of pydantic's errors about a `model` in a few words, with the nearest name for an unknown key."""
     where = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1])
+        known = _known_keys(error["loc"][:-1], model)
         name = str(error["loc"][-1])
         return f"unknown key {where}{nearest(name, known, prefix=where[: -len(name)])}"
     if error["type"] == "missing":
@@ -156,8 +179,7 @@ def _explain(error: Any) -> str:
     return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _known_keys(path: tuple) -> list[str]:
-    at: Any = Config
+def _known_keys(path: tuple, at: Any) -> list[str]:
     for part in path:
         fields = getattr(at, "model_fields", {})
         if part not in fields:

@@ -8,6 +8,7 @@ them when they are about itself. Programs call `start`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from typing import Literal
@@ -47,3 +48,15 @@ def start(story: Literal["stdout", "stderr"] = "stdout") -> None:
     rank = os.environ.get("RANK", "0")
     logger.addHandler(_Terminal(int(rank) if rank.isdecimal() else 0, story))
     logger.setLevel(logging.INFO)
+
+
+def duration(seconds: float) -> str:
+    """`3d 04h`, `2h 07m`, `5m 12s`, `9s`."""
+    if not math.isfinite(seconds):
+        return "?"
+    s = max(0, round(seconds))
+    if s >= 86400:
+        return f"{s // 86400}d {s % 86400 // 3600:02d}h"
+    if s >= 3600:
+        return f"{s // 3600}h {s % 3600 // 60:02d}m"
+    return f"{s // 60}m {s % 60:02d}s" if s >= 60 else f"{s}s"

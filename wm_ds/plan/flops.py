@@ -29,25 +29,93 @@ class Flops:
 def training(config: PretrainedConfig, seq_len: int, recompute: str = "none") -> Flops | None:
     """FLOPs per token for rows of `seq_len`; None for a model that this does not know (no MFU is logged
     then)."""
-    L, D = config.num_hidden_layers, config.hidden_size
-    wide, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    attention = 2 * seq_len * wide
-    products = 4 * D * wide + 6 * D * config.intermediate_size  # q, o, gate, up, down
-    head = 2 * D * config.vocab_size
-    if not family_of(config).has_passes:
-        products = L * products + cached_kvs(config) * 4 * D * kv
-        attention *= L
-        again = 0.0 if recompute == "none" else products + attention
-        model = 3 * products + 3.5 * attention + 3 * head
-        return Flops(model, model + again)
-    if not mixes_layers(config):
+    family = family_of(config)
+    head = 3 * 2 * config.hidden_size * config.vocab_size
+    if not family.has_passes:
+        body, again = _once(config, seq_len, recompute)
+    elif family.name == "lckv":
+        body, again = _sandwich(config, seq_len, recompute)
+    elif family.has_pool:
+        body, again = (_pooled if mixes_layers(config) else _without_feedback)(config, seq_len, recompute)
+    else:
         return None
-    k = config.num_kv_channels
-    router = 2 * k * L * len(config.router_sources) * D if config.routing == "dynamic" else 0
-    pool = 2 * (router + 2 * k * L * D + 2 * k * kv * D)  # keys and values
-    block, back = products + attention, 2 * products + 2.5 * attention
+    return Flops(body + head, body + head + again)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """FLOPs per token of something that is run once, and of its backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def _block(config: PretrainedConfig, seq_len: int, kv: float = 0.0) -> _Part:
+    """A layer, with `kv` FLOPs for keys and values of its own."""
+    wide = config.num_attention_heads * config.head_dim
+    attention = 2 * seq_len * wide
+    products = 4 * config.hidden_size * wide + 6 * config.hidden_size * config.intermediate_size + kv
+    return _Part(products + attention, 2 * products + 2.5 * attention)
+
+
+def _kv(config: PretrainedConfig) -> float:
+    """One projection each to keys and values."""
+    return 4 * config.hidden_size * config.num_key_value_heads * config.head_dim
+
+
+def _own_kv(config: PretrainedConfig, seq_len: int) -> _Part:
+    """Qwen3's layer: q, k, v, o, gate, up, down."""
+    return _block(config, seq_len, _kv(config))
+
+
+def _once(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:
+    """Layers that run once, whether each has KV of its own or some share one."""
+    block, kv = _block(config, seq_len), cached_kvs(config) * _kv(config)
+    body = config.num_hidden_layers * block.both + 3 * kv
+    return body, 0.0 if recompute == "none" else config.num_hidden_layers * block.forward + kv
+
+
+def _iterated(
+    config: PretrainedConfig, seq_len: int, recompute: str, depth: int, pool: float
+) -> tuple[float, float]:
+    """`depth` layers and a pool of so many FLOPs, as often as the plan of the passes has them; what
+    backward runs again."""
+    block = _block(config, seq_len)
     counts = pass_counts(config.training_schedule(), seq_len, recompute=recompute)
     forward, backward, repeated = counts.forward, counts.backward, counts.repeated
-    model = forward.layers(L) * block + forward.pools * pool + 3 * head
-    model += backward.layers(L) * back + 2 * backward.pools * pool
-    return Flops(model, model + repeated.layers(L) * block + repeated.pools * pool)
+    body = forward.layers(depth) * block.forward + forward.pools * pool
+    body += backward.layers(depth) * block.backward + 2 * backward.pools * pool
+    return body, repeated.layers(depth) * block.forward + repeated.pools * pool
+
+
+def _pooled(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:
+    """WhiteMatter: all layers are iterated."""
+    L, D, k = config.num_hidden_layers, config.hidden_size, config.num_kv_channels
+    router = 2 * k * L * len(config.router_sources) * D if config.routing == "dynamic" else 0
+    pool = 2 * (router + 2 * k * L * D) + k * _kv(config)  # keys and values
+    return _iterated(config, seq_len, recompute, L, pool)
+
+
+def _sandwich(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:
+    """LCKV: warm-up layers once, the condensed ones iterated with one projection for all of them."""
+    body, again = _iterated(config, seq_len, recompute, len(config.condensed), _kv(config))
+    own = _own_kv(config, seq_len)
+    outside = 0.0 if recompute == "none" else config.warmup_layers * own.forward
+    return body + config.warmup_layers * own.both, again + outside
+
+
+def _without_feedback(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:
+    """The ablation: every layer once, each behind a channel of the layers up to its own."""
+    L, D = config.num_hidden_layers, config.hidden_size
+    mixing = 0.0
+    for layer in range(L):
+        sources = sum(source <= layer for source in config.router_sources)
+        router = 2 * (layer + 1) * sources * D if config.routing == "dynamic" else 0
+        mixing += 2 * (router + 2 * (layer + 1) * D)
+    own = _own_kv(config, seq_len)
+    again = 0.0 if recompute == "none" else L * own.forward + mixing
+    return L * own.both + 3 * mixing, again
