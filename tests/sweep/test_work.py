@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
@@ -28,6 +30,8 @@ from wm_ds.data.sequences import PackedSequences
 from wm_ds.sweep import measure, slurm, work
 from wm_ds.sweep.description import load
 from wm_ds.sweep.runs import runs_of
+from wm_ds.sweep.table import Table
+from wm_ds.sweep.task import Task
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +101,7 @@ def in_a_fork(words: list[str], errors: Path) -> BaseProcess:
     """The command in a process of its own, which has imported everything already."""
 
     def run() -> None:
-        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = errors.open("w", buffering=1)
         os._exit(tool.main(words))
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -233,3 +237,25 @@ def test_slurm_gets_the_list_of_what_is_not_done(write, stand_ins, monkeypatch, 
     assert results(path)["arms"]["pool"]["summary"]["wall_s"] == {"mean": None, "deviation": None, "n": 0}
     assert tool.main([str(path), "--slurm"]) == 0
     assert "nothing is left to run" in capfd.readouterr().out
+
+
+def test_the_live_table_shows_what_is_at_work(write):
+    """On a terminal: arm, seed, state, step, loss and ETA, read from the runs' own metrics."""
+    path = write(seeds=[0, 1, 2, 3, 4, 5, 6])
+    sweep = load(path)
+    tasks = [Task(run, sweep.measure) for run in runs_of(sweep, path)]
+    tasks[0].state, tasks[1].state = "training", "done"
+    folder = tasks[0].run.folder
+    folder.mkdir(parents=True)
+    rows = [{"step": n, "loss": 9.0 - n, "step_s": 30.0} for n in (1, 2)] + [{"step": 2, "holdout_loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo')
+    console = Console(file=io.StringIO(), width=100)
+    console.print(Table(tasks)._render())
+    lines = console.file.getvalue().splitlines()
+    (training,) = [line for line in lines if "training" in line]
+    assert [cell.strip() for cell in training.split("│")[1:-1]] == [
+        "vanilla", "0", "training", "2/4", "7.000", "1m 00s"
+    ]  # fmt: skip
+    assert any("1 more" in line for line in lines)
+    assert any("1 of 14 runs done" in line for line in lines)
+    assert not any(line.split("│")[1:3] == ["pool", "0"] for line in lines)
