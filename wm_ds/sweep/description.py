@@ -48,7 +48,7 @@ class Measure(Section):
 
     sequences: Sequences = Field(256, gt=0)
     """Rows of the perplexity as trained, the figure that arms are compared by."""
-    some: Sequences = Field(64, gt=0)
+    some: Sequences = Field(32, gt=0)
     """Rows of the perplexity by number of passes and of exact autoregressive evaluation."""
     passes: Count = Field(8, gt=0)
     """The largest number of passes, at the groups the model was trained with."""
@@ -60,7 +60,7 @@ class Measure(Section):
     """Give up after so many passes."""
     within: float = Field(0.01, gt=0)
     """How near is near enough, relative."""
-    batch: Sequences = Field(64, gt=0)
+    batch: Sequences = Field(32, gt=0)
     """Rows at a time."""
 
 
