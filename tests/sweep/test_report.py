@@ -182,7 +182,7 @@ def page(tmp_path) -> Path:
     for name, content in (results | schedule_results() | exact_results() | channels_results()).items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     page = tmp_path / "results.md"
-    blocks = ["claims", "main", "other", "made main other"]
+    blocks = ["claims", "main", "other", "made main other", "figure passes By passes", "figure none X"]
     text = "".join(f"before {name}\n<!-- sweep: {name} -->\nold\n<!-- end -->\n" for name in blocks)
     page.write_text(text + "the end\n")
     return page
@@ -193,12 +193,13 @@ def test_a_page_is_filled_and_drawn_from_the_json_alone(page, capsys):
     said = capsys.readouterr().out
     assert "main: arm wm_full lacks seed 3; `python tools/sweep.py configs/sweeps/main.yaml`" in said
     text = page.read_text()
-    assert text.count("before ") == 4
+    assert text.count("before ") == 6
     assert text.endswith("<!-- end -->\nthe end\n")
     assert "old" not in text
     assert "| WhiteMatter | 3 of 4 | 91.000 ± 1.000 |" in text
     assert "| to come | 0 of 1 | not run yet |" in text
-    assert "Not run yet." in text
+    assert text.count("Not run yet.") == 2
+    assert "![By passes](results/passes.svg)" in text
     assert "- main: 6 runs, 6.0 hours of training (12.0 of CPU time); commit 0123456; 2 cores, a CPU" in text
     assert "- other: not run yet" in text
     drawn = sorted(path.name for path in (page.parent / "results").glob("*.svg"))

@@ -202,7 +202,16 @@ def test_results_of_another_base_are_kept_unless_they_are_to_be_replaced(write, 
     line = refusal(path, capsys=capsys)
     assert "another base configuration: optim.lr is 0.01 there and 0.5" in line
     assert tool.main([str(path), "--plan", "--replace"]) == 0
-    # Where the run lives and how often it is looked at makes no other base.
+    # A key that every arm sets itself makes no other base.
+    arms = {"a": {"set": {"optim.lr": 0.1}}, "b": {"set": {"optim.lr": 0.2}}}
+    with_results(write(arms=arms, results=str(path.parent / "rates.json")))
+    write(arms=arms, results=str(path.parent / "rates.json"), base={"optim": BASE["optim"] | {"lr": 0.5}})
+    assert tool.main([str(path), "--plan"]) == 0
+
+
+def test_where_and_how_often_makes_no_other_base(write):
+    path = write()
+    with_results(path)
     write(base={"log": {"every": 7}, "run": {"dir": "elsewhere"}})
     assert tool.main([str(path), "--plan"]) == 0
 

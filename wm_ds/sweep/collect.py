@@ -46,12 +46,14 @@ def previous(sweep: Sweep, path: str | Path, *, replace: bool) -> dict[str, Any]
 
 
 def base_of(sweep: Sweep) -> dict[str, Any]:
-    """The base as `section.key: value`, without what does not make another run, and the data by its path."""
+    """The base as `section.key: value`, the data by its path, without what does not make another run: where
+    and how often, and what every arm sets itself."""
     config: Config = configuration.load(sweep.base)
     said = config.model_dump(mode="json")
     for name in ("run", "log", "checkpoint", "evaluate"):
         said.pop(name)
-    return dict(_flat(said))
+    own = set.intersection(*(set(arm.set) for arm in sweep.arms.values()))
+    return {key: value for key, value in _flat(said) if key not in own}
 
 
 def _flat(said: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
     <!-- sweep: claims -->        the paper's claims, one a row
     <!-- sweep: NAME -->          the arms of results/NAME.json, one a row
+    <!-- sweep: figure NAME TEXT -->   the figure results/NAME.svg, once there is anything to draw
     <!-- sweep: made NAME … -->   what made those results: commits, machine, hours
     <!-- end -->                  of each of these
 
@@ -21,6 +22,7 @@ from wm_ds.sweep.collect import FORMAT
 from wm_ds.sweep.description import SweepError
 from wm_ds.sweep.runs import read_json
 
+NOTHING = PENDING.capitalize() + "."
 _BLOCK = re.compile(r"(<!-- sweep: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,10 +39,10 @@ def remake(page: Path) -> str:
     found = _BLOCK.findall(text)
     if not found:
         raise SweepError(f"{page} has no marker `<!-- sweep: NAME -->`, so there is nothing to fill")
-    filled = _BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2].split(), results)}\n\n{m[3]}", text)
     drawn = figures.draw(results, folder)
+    filled = _BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2].split(), results, drawn)}\n\n{m[3]}", text)
     write_atomically(page, filled)
-    lines = [f"{page}: {len(found)} tables"] + [str(path) for path in drawn]
+    lines = [f"{page}: {len(found)} parts filled"] + [str(path) for path in drawn]
     for name, report in results.items():
         lines += [f"note: {line}" for line in missing(name, report)]
     return "\n".join(lines)
@@ -72,8 +74,11 @@ def missing(name: str, report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def block(words: list[str], results: Results) -> str:
-    """What stands between a pair of markers."""
+def block(words: list[str], results: Results, drawn: list[Path]) -> str:
+    """What stands between a pair of markers; `drawn`: the figures that there are."""
+    if words[0] == "figure":
+        there = [path for path in drawn if path.stem == words[1]]
+        return f"![{' '.join(words[2:])}]({there[0].parent.name}/{there[0].name})" if there else NOTHING
     if words == ["claims"]:
         return claims_table(results)
     if words[0] == "made":
@@ -109,7 +114,7 @@ _COLUMNS = (
 def arms_table(report: dict[str, Any] | None) -> str:
     """The arms of a sweep."""
     if report is None:
-        return PENDING.capitalize() + "."
+        return NOTHING
     lines = [
         "| arm | seeds | " + " | ".join(title for title, *_ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
