@@ -43,7 +43,7 @@ demo: $(BUILT)
 # The data of configs/sweeps/: the demo's text, held out by document.
 prose: data/prose/packed/manifest.json
 
-data/prose/text.jsonl: $(BUILT)
+data/prose/text.jsonl: | $(BUILT)
 	@$(VENV)/bin/python tools/fetch_text.py --output $@
 
 data/prose/tokenizer/tokenizer.json: data/prose/text.jsonl
