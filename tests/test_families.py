@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from wm_ds.config.schema import PLAIN_FAMILIES, Model
+from wm_ds.config.schema import PLAIN_FAMILIES, ConfigError, Model
 from wm_ds.families import (
     FAMILIES,
     MODEL_TYPES,
@@ -17,6 +17,7 @@ from wm_ds.families import (
     has_passes,
     mixes_layers,
     model_class,
+    model_config,
 )
 from wm_ds.model import LCKVConfig, WhiteMatterConfig
 
@@ -74,3 +75,19 @@ def test_bytes_of_a_token_in_the_cache(name, fields, kvs):
     assert cached_kvs(config) == kvs
     assert cache_bytes(config, torch.bfloat16) == 2 * kvs * 288 * 2
     assert cache_bytes(config, torch.float32) == 2 * kvs * 288 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"family": "cla", "num_hidden_layers": 7}, r"model: layers_per_kv is 2; it must divide .* \(7\)"),
+        ({"family": "yoco", "num_hidden_layers": 7}, "model: num_hidden_layers is 7, which has no half"),
+        ({"family": "fusedkv", "own_kv_layers": 1}, "model: own_kv_layers is 1; .* between 2 and 4"),
+    ],
+)
+def test_a_run_with_an_impossible_sharing_is_refused_in_one_line(changes, words):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "head_dim": 8}
+    model = Model(**sizes | {"num_attention_heads": 2, "num_key_value_heads": 1} | changes)
+    with pytest.raises(ConfigError, match=words) as caught:
+        model_config(model, vocab_size=50, seq_len=16, eos_id=0)
+    assert "\n" not in str(caught.value)
