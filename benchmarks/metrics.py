@@ -22,6 +22,7 @@ from wm_ds.distributed import (
 
 import torch  # isort: skip
 from wm_ds.config import load as configuration
+from wm_ds.config.stages import plan
 from wm_ds.engine.diagnostics import observe
 from wm_ds.engine.engine import StepResult, build
 from wm_ds.engine.init_weights import Shell
@@ -55,7 +56,7 @@ def main() -> None:
         batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "document_ids": documents}
         step = median(lambda: engine.step([dict(batch)]), STEPS)
         details = median(lambda: observe(engine, dict(batch)), STEPS)
-        metrics = Metrics(config, total_steps=ROWS_WRITTEN, attempt=1, world=world, positions=LENGTH)
+        metrics = Metrics(plan(config, LENGTH), attempt=1, world=world)
         seconds = {"forward": 0.1, "backward": 0.2, "optimizer": 0.1, "communication": 0.01}
         metrics.start()
         start = time.process_time()  # also of the thread that writes TensorBoard's file

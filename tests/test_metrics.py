@@ -22,6 +22,7 @@ from tests.config.test_load import changed
 from tests.support.terminal import read_to_the_end
 from wm_ds import metrics
 from wm_ds.config import load as configuration
+from wm_ds.config.stages import plan
 from wm_ds.distributed import log as terminal
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import StepResult
@@ -36,11 +37,13 @@ SECONDS = {"forward": 0.1, "backward": 0.2, "optimizer": 0.3, "communication": 0
 
 
 def sink(folder: Path, *, rank: int = 0, attempt: int = 1, begun: int = 0, **log: Any) -> Metrics:
-    config = configuration.parse(changed(run__dir=str(folder), log={"every": 2, **log}))
+    changes = {"run__dir": str(folder), "log": {"every": 2, **log}, "steps": 4, "batch__global_batch": 100}
+    stages = plan(configuration.parse(changed(**changes)), 10)  # 1000 tokens a step
     world = World(rank, rank, 2, CPU, "gloo")
     flops = Flops(3e6, 4e6)
     terminal.start()
-    m = Metrics(config, total_steps=4, attempt=attempt, world=world, positions=1000, flops=flops, begun=begun)
+    m = Metrics(stages, attempt=attempt, world=world, begun=begun)
+    m.enter(stages.at(1), flops)
     m.start()
     return m
 

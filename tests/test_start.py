@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from wm_ds import files, start, train
 from wm_ds.checkpoint import format
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import plan, rate_schedule
 from wm_ds.data import shards
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import TrainingFailed
@@ -46,11 +46,16 @@ def accept(config: Config, step: int, found: Path | None = None) -> RateSchedule
     """What a start at `step` from `found` (default: the run's own checkpoint) settles."""
     if found is None and step > 0:
         found = Path(config.run.dir) / "checkpoints" / f"step_{step:08d}"
-    return start.accept(config, JSON, WORLD, SimpleNamespace(seq_len=24), found, step)
+    stages = plan(config, 24, start.position(config)[1])
+    return start.accept(stages, JSON, WORLD, claim.Attempt(Path(config.run.dir), 3), found, step).rate
 
 
-def check(config: Config) -> list[str]:
-    return directory.check(config, start.content)
+def check(config: Config, step: int = 0) -> list[str]:
+    return directory.check(plan(config, 24, start.position(config)[1]), step, start.content)
+
+
+def check_branch(config: Config) -> list[str]:
+    return start.check_branch(plan(config, 24, start.position(config)[1]))
 
 
 # -- the data is what it was
@@ -114,8 +119,8 @@ def test_a_run_from_before_contents_were_recorded_goes_on(tmp_path, monkeypatch)
     assert not (tmp_path / "old/run" / ancestry.HISTORY).exists()
     check(config)
     found = tmp_path / "old/run/checkpoints/step_00000002"
-    rate = start.accept(config, JSON, WORLD, SimpleNamespace(seq_len=24), found, 2)
-    assert rate == RateSchedule(**configuration.rate_schedule(config, 24))
+    rate = accept(config, 2, found)
+    assert rate == RateSchedule(**rate_schedule(plan(config, 24)))
     known = directory.history("run")
     assert known["data"] == [start.content("packed")]
     assert [past["from"] for past in known["rates"]] == [0], "the rate is the one from before"
@@ -144,8 +149,7 @@ def full(path: Path) -> None:
 def test_a_run_directory_that_cannot_be_written_refuses_the_start_in_one_line(
     tmp_path, data, monkeypatch, what
 ):
-    config = a_run(tmp_path, data)
-    batches = SimpleNamespace(seq_len=24)
+    stages = plan(a_run(tmp_path, data), 24)
     if what == "mkdir":
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "attempts").write_text("")  # as wrong as a full disk
@@ -154,7 +158,7 @@ def test_a_run_directory_that_cannot_be_written_refuses_the_start_in_one_line(
         monkeypatch.setattr(claim, "create", lambda path, _: full(path))
         said = f"{tmp_path}/run/attempts/0001.json: No space left on device"
     with pytest.raises(ConfigError) as caught:
-        start.on_main(WORLD, lambda: start.claim(config, JSON, WORLD, batches))
+        start.on_main(WORLD, lambda: start.claim(stages, 0, WORLD))
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
@@ -288,7 +292,7 @@ def begin(config: Config) -> RateSchedule:
     assert config.run.branch_point is not None
     run, step = config.run.branch_point
     assert check(config) == []
-    start.check_branch(config)
+    check_branch(config)
     return accept(config, step, Path(run) / "checkpoints" / f"step_{step:08d}")
 
 
@@ -296,7 +300,7 @@ def test_a_branch_has_its_own_rate_also_where_its_ancestors_had_fallen(long, dat
     config = branch(long, data, optim__schedule="wsd", optim__decay=10)
     with caplog.at_level(logging.INFO, "wm_ds"):
         rate = begin(config)
-    assert rate == RateSchedule(**configuration.rate_schedule(config, 24))
+    assert rate == RateSchedule(**rate_schedule(plan(config, 24)))
     assert [learning_rate(step, rate) for step in (21, 30)] == [3e-3, 3e-3]
     assert learning_rate(40, rate) == pytest.approx(3e-4)
     assert f"a branch of {long}@20, where the learning rate was 0.0003; from here on: 0.003" in caplog.text
@@ -304,7 +308,7 @@ def test_a_branch_has_its_own_rate_also_where_its_ancestors_had_fallen(long, dat
     checkpoint(Path(config.run.dir), 30)
     shutil.rmtree(long)  # it is needed no more
     assert check(config) == []
-    assert start.check_branch(config) == []
+    assert check_branch(config) == []
     assert accept(config, 30) == rate
     longer = branch(long, data, optim__schedule="wsd", optim__decay=10).model_copy(update={"steps": 80})
     capped = accept(longer, 35)
@@ -313,7 +317,7 @@ def test_a_branch_has_its_own_rate_also_where_its_ancestors_had_fallen(long, dat
 
 def test_what_a_branch_may_choose_is_named_and_the_rest_is_refused(long, data, tmp_path):
     other = toy_corpus.packed(tmp_path / "other", 61, "--seq-len", 24, "--holdout", 4)
-    notes = start.check_branch(branch(long, data, model__grad_passes=3, optim__lr=1e-4))
+    notes = check_branch(branch(long, data, model__grad_passes=3, optim__lr=1e-4))
     assert f"unlike {long}: model.grad_passes: None -> 3" in notes
     assert f"unlike {long}: optim.lr: 0.003 -> 0.0001" in notes
     for changes, said in (
@@ -324,7 +328,7 @@ def test_what_a_branch_may_choose_is_named_and_the_rest_is_refused(long, data, t
         ({"data__train": str(other)}, f"data.train: {other} holds other rows"),
     ):
         with pytest.raises(ConfigError) as caught:
-            start.check_branch(branch(long, data, **changes))
+            check_branch(branch(long, data, **changes))
         assert str(caught.value).startswith(f"run.branch_from = {long}@20: ")
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -339,7 +343,7 @@ def test_a_branch_point_that_is_not_there_is_refused(long, data, tmp_path):
         (f"{tmp_path / 'branch' / 'run'}@20", "is this run itself; give the branch another run.dir"),
     ):
         with pytest.raises(ConfigError) as caught:
-            start.check_branch(a_run(tmp_path / "branch", data, run__branch_from=point, steps=40))
+            check_branch(a_run(tmp_path / "branch", data, run__branch_from=point, steps=40))
         assert str(caught.value).startswith(f"run.branch_from = {point}")
         assert said in str(caught.value)
     assert not (tmp_path / "branch").exists()

@@ -22,6 +22,7 @@ import psutil
 
 from tools.plot_run import place, series, sketch
 from wm_ds.config import load as configuration
+from wm_ds.config.stages import plan
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_json
 from wm_ds.run.metrics_file import read_metrics
@@ -135,7 +136,7 @@ def run(argv: list[str] | None = None) -> None:
     source = prepare_text(demo)
     tokenize(demo, source)
     settings = configuration.load(CONFIG)
-    train(demo, settings.total_steps(_seq_len()))
+    train(demo, plan(settings, _seq_len()).total)
     export(demo)
     evaluate(demo)
     summary(demo, settings)

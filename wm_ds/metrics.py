@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import Plan, PlannedStage
 from wm_ds.distributed import process_group
 from wm_ds.distributed.log import duration
 from wm_ds.distributed.process_group import World
@@ -40,29 +41,13 @@ class Metrics:
     Raises ConfigError where a configured sink is not installed (call `check_sinks` first, on all ranks).
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        total_steps: int,
-        attempt: int,
-        world: World,
-        positions: int,
-        flops: Flops | None = None,
-        begun: int = 0,
-    ) -> None:
-        """`positions`: tokens of a step's rows, filler included; `flops`: per token, None where not known;
-        `begun`: the step that this attempt goes on from. What earlier ones said of later steps is void."""
-        self.active, self.total, self.attempt = world.is_main, total_steps, attempt
-        self.every = config.log.every
+    def __init__(self, stages: Plan, *, attempt: int, world: World, begun: int = 0) -> None:
+        """`begun`: the step that this attempt goes on from. What earlier ones said of later steps is void."""
+        config = stages.config
+        self.active, self.attempt, self.every, self._world = world.is_main, attempt, config.log.every, world
+        self.total, self.staged, self.stage, self._begun = stages.total, stages.staged, 0, begun
         self.work: dict[str, float] = {}
-        if flops is not None:
-            for name, per_token in (("model", flops.model), ("hardware", flops.hardware)):
-                per_step = per_token * positions / world.size
-                self.work[f"{name}_tflops_per_device"] = per_step / 1e12
-                peak = process_group.peak_flops(world.device)
-                if peak is not None:
-                    self.work[{"model": "mfu", "hardware": "hfu"}[name]] = per_step / peak
+        """Per step of the stage at hand, on one device: TFLOP, and shares of the device's peak."""
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
         self._compiles, self._compile_s = config.compile, 0.0
         self._tensorboard = self._wandb = self._live = None
@@ -87,7 +72,7 @@ class Metrics:
         if config.log.wandb:
             self._wandb = _open_wandb(config.log.wandb, folder)
         if sys.stdout.isatty():
-            self._live = _Live(total_steps)
+            self._live = _Live(self.total)
 
     def _open(self) -> None:
         # Append, line by line: an earlier attempt's rows stay, and a kill or a full disk costs at most a half
@@ -98,6 +83,25 @@ class Metrics:
     def start(self) -> None:
         """Speed is measured from here."""
         self._times.append((time.perf_counter(), 0))
+
+    def enter(self, stage: PlannedStage, flops: Flops | None) -> None:
+        """The steps to come are of a stage; `flops`: per token, None where not known."""
+        self.stage, self.work = stage.index, {}
+        if flops is not None:
+            for name, per_token in (("model", flops.model), ("hardware", flops.hardware)):
+                per_step = per_token * stage.positions / self._world.size
+                self.work[f"{name}_tflops_per_device"] = per_step / 1e12
+                peak = process_group.peak_flops(self._world.device)
+                if peak is not None:
+                    self.work[{"model": "mfu", "hardware": "hfu"}[name]] = per_step / peak
+        if not self.active or not self.staged or stage.first <= self._begun:
+            return
+        batch = stage.config.batch.global_batch
+        text = f"{stage.name}: steps {stage.first} to {stage.last}, {batch} x {stage.seq_len} tokens a step"
+        log.info("%s", text)
+        self._to_tensorboard(stage.first, lambda board: board.add_text("border", text, stage.first))
+        if self._times:  # the steps before are no measure of these
+            self.pause()
 
     def step(self, result: StepResult, *, total_tokens: int, data_s: float, extra: dict[str, Any]) -> None:
         """One row for a step. `extra`: rarer measurements, merged into the row."""
@@ -142,6 +146,7 @@ class Metrics:
             "attempt": self.attempt,
             "step": result.step,
             "loss": result.loss,
+            "stage": self.stage,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens": 0,
@@ -166,7 +171,7 @@ class Metrics:
         """One row for an evaluation: `holdout_loss` and what else was measured beside it."""
         if not self.active:
             return
-        row = {"attempt": self.attempt, "step": step, **losses}
+        row = {"attempt": self.attempt, "step": step, **losses, "stage": self.stage}
         row.update(holdout_tokens=tokens, holdout_s=round(seconds, 3))
         self._write(row)
         self._scalars({k: v for k, v in row.items() if k in losses}, step)
@@ -221,20 +226,25 @@ class Metrics:
 
     def _scalars(self, row: dict[str, Any], step: int) -> None:
         flat = {k: v for k, v in _flatten(row) if k not in ("attempt", "step", "samples")}
-        # Whatever these libraries raise, and whatever their threads do: they are optional, the run is not.
-        if self._tensorboard is not None:
-            try:
-                for name, value in flat.items():
-                    self._tensorboard.add_scalar(name, value, step)
-            except Exception as error:
-                log.warning("step %d: no more TensorBoard in this attempt: %s", step, one_line(str(error)))
-                self._tensorboard = None
+        self._to_tensorboard(
+            step, lambda board: [board.add_scalar(name, value, step) for name, value in flat.items()]
+        )
         if self._wandb is not None:
             run = self._wandb
             problem = _bounded(lambda: run.log(flat, step=step))[1]
             if problem is not None:
                 log.warning("step %d: no more Weights & Biases: %s", step, problem)
                 self._wandb = None
+
+    # Whatever these libraries raise, and whatever their threads do: they are optional, the run is not.
+    def _to_tensorboard(self, step: int, write: Callable[[Any], object]) -> None:
+        if self._tensorboard is None:
+            return
+        try:
+            write(self._tensorboard)
+        except Exception as error:
+            log.warning("step %d: no more TensorBoard in this attempt: %s", step, one_line(str(error)))
+            self._tensorboard = None
 
 
 def _open_wandb(project: str, folder: Path) -> Any:

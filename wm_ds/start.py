@@ -1,25 +1,32 @@
 """The start of a run: its data, whether its directory is this run's, where it goes on, what is then fixed.
 
-In this order: `open_data`, `claim` (nothing of the directory changes but its attempts), `choose`, and once
-the checkpoint is loaded `accept`, which writes the run down.
+In this order: `position` and `open_data`, `claim` (nothing of the directory changes but its attempts),
+`choose`, and once the checkpoint is loaded `accept`, which writes the run down.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from wm_ds import errors
-from wm_ds.checkpoint.directory import checkpoints_dir, describe, list_checkpoints, step_name
+from wm_ds.checkpoint.directory import (
+    checkpoints_dir,
+    describe,
+    latest,
+    list_checkpoints,
+    step_name,
+)
+from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
-from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import Past, Plan, PlannedStage, plan, rate_schedule
 from wm_ds.data import shards
-from wm_ds.data.loader import GlobalBatches
+from wm_ds.data.loader import StageData, StagedBatches
 from wm_ds.data.sequences import PackedSequences
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import process_group
@@ -28,7 +35,7 @@ from wm_ds.engine.deepspeed_config import deepspeed_config
 from wm_ds.errors import WmError
 from wm_ds.families import num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
-from wm_ds.run import directory
+from wm_ds.run import directory, trained_with
 from wm_ds.run.ancestry import descended
 from wm_ds.run.claim import Attempt, join
 
@@ -36,26 +43,59 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def open_data(config: Config) -> tuple[GlobalBatches, PackedSequences]:
-    """The training batches and the held-out sequences. Raises ShardError or ConfigError."""
-    batches = GlobalBatches(
-        [s.model_dump() for s in config.data.sources()],
-        global_batch=config.batch.global_batch,
-        seed=config.run.seed,
+def position(config: Config) -> tuple[int, Past]:
+    """(step that the run will go on from, ends of the stages that are over there), before anything is built.
+
+    (0, []) for a new run, and where `choose` will refuse what is there.
+    """
+    try:
+        found = latest(config.run.dir)[0]
+        begin = _beginning_of(config)
+        if found is None and begin is not None:
+            found = latest(begin)[0] if checkpoints_dir(begin).is_dir() else begin
+        if found is None:
+            return 0, []
+        step = int(read_manifest(found).run["step"])
+    except (CheckpointError, OSError):
+        return 0, []
+    return step, trained_with.over(directory.history(found.parent.parent).get("stages", []), step)
+
+
+def _beginning_of(config: Config) -> Path | None:
+    """What a run without checkpoints of its own begins with: a checkpoint, or a run whose latest is meant."""
+    branch = config.run.branch_point
+    if branch is not None:
+        return checkpoints_dir(branch[0]) / step_name(branch[1])
+    return None if config.checkpoint.resume is None else Path(config.checkpoint.resume)
+
+
+def open_data(config: Config, past: Past = ()) -> tuple[Plan, StagedBatches, PackedSequences]:
+    """The run's stages, its training batches and its held-out rows. Raises ShardError or ConfigError.
+
+    `past`: see `position`. Held-out rows keep the length that they were packed with through all stages.
+    """
+    first = config.data.sources()[0].path
+    stages = plan(config, shards.load_manifest(first)["seq_len"], past)
+    rate_schedule(stages)
+    batches = StagedBatches([_data_of(stages, stage) for stage in stages.stages], seed=config.run.seed)
+    validate.check_stages(stages, batches.vocab_size, num_groups)
+    holdout = PackedSequences(config.data.holdout or first, "holdout")
+    if holdout.seq_len != stages.packed:
+        raise ConfigError(f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {stages.packed}")
+    return stages, batches, holdout
+
+
+def _data_of(stages: Plan, stage: PlannedStage) -> StageData:
+    config = stage.config
+    return StageData(
+        [source.model_dump() for source in config.data.sources()],
+        config.batch.global_batch,
+        steps=None if stage is stages.stages[-1] else stage.steps,
+        seq_len=config.data.seq_len,
+        packed=stages.packed,
+        micro_batch=config.batch.micro_batch,
+        name=stage.name if stages.staged else "",
     )
-    validate.check_against_data(
-        config,
-        vocab_size=batches.vocab_size,
-        seq_len=batches.seq_len,
-        sequences=batches.rows,
-        num_groups=num_groups(config.model),
-    )
-    holdout = PackedSequences(config.data.holdout or config.data.sources()[0].path, "holdout")
-    if holdout.seq_len != batches.seq_len:
-        raise ConfigError(
-            f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {batches.seq_len}"
-        )
-    return batches, holdout
 
 
 def on_main(world: World, act: Callable[[], T]) -> T:
@@ -75,30 +115,36 @@ def on_main(world: World, act: Callable[[], T]) -> T:
     return answer
 
 
-def claim(config: Config, json: dict[str, Any], world: World, batches: GlobalBatches) -> Attempt:
-    """Take the run directory for this launch, after checking that it is this run's."""
-    accumulation = config.accumulation(world.size)
-    notes = [f"changed since the last start: {note}" for note in directory.check(config, content)]
-    notes += check_branch(config)
+def claim(stages: Plan, step: int, world: World) -> Attempt:
+    """Take the run directory for a launch that goes on at `step`, after checking that it is this run's."""
+    config = stages.config
+    notes = [f"changed since the last start: {note}" for note in directory.check(stages, step, content)]
+    notes += check_branch(stages)
     attempt = join(config.run.dir, solo=world.size == 1)
-    positions = config.batch.global_batch * batches.seq_len
     log.info(
         f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
-        f"{config.total_steps(batches.seq_len)} steps of {config.batch.global_batch} x {batches.seq_len} = "
-        f"{positions:,} tokens ({accumulation} micro-batches of {config.batch.micro_batch} per "
-        f"{f'group of {config.sequence_parallel} ranks' if config.sequence_parallel > 1 else 'rank'})",
+        f"{stages.total} steps, {stages.tokens:,} tokens"
     )
+    who = f"group of {config.sequence_parallel} ranks" if config.sequence_parallel > 1 else "rank"
+    for stage in stages.stages:
+        batch = stage.config.batch
+        log.info(
+            f"steps {stage.first} to {stage.last}: {batch.global_batch} x {stage.seq_len} = "
+            f"{stage.positions:,} tokens ({stage.config.accumulation(world.size)} micro-batches of "
+            f"{batch.micro_batch} per {who})"
+        )
     for note in notes:
         log.info(note)
     return attempt
 
 
-def check_branch(config: Config) -> list[str]:
+def check_branch(stages: Plan) -> list[str]:
     """Check the checkpoint that this start would begin a branch with (`run.branch_from`); changes nothing.
 
     Returns what the branch does otherwise than its ancestor, one line each; nothing where the run is no
     branch, or has a checkpoint of its own to go on from. Raises ConfigError.
     """
+    config = stages.config
     point = config.run.branch_point
     if point is None or list_checkpoints(config.run.dir):
         return []
@@ -106,7 +152,7 @@ def check_branch(config: Config) -> list[str]:
     said = f"run.branch_from = {config.run.branch_from}"
     if ancestor.resolve() == Path(config.run.dir).resolve():
         raise ConfigError(f"{said} is this run itself; give the branch another run.dir")
-    notes = directory.check_branch(ancestor, config, content)
+    notes = directory.check_branch(ancestor, stages, step, content)
     found = [listed for listed in list_checkpoints(ancestor) if listed.step == step]
     if not found:
         raise ConfigError(f"{said}: no checkpoint of step {step}; {describe(ancestor)}")
@@ -123,47 +169,53 @@ def content(path: str) -> str | None:
         return None
 
 
-def choose(config: Config, checkpoints: Checkpoints) -> Path | None:
-    """The checkpoint to go on from. Raises ConfigError where the one that checkpoint.resume names is none."""
+def choose(config: Config, checkpoints: Checkpoints, step: int) -> Path | None:
+    """The checkpoint to go on from, which is of `step`: the run's data and stages were opened for that one.
+
+    Raises ConfigError where the one that checkpoint.resume names is none.
+    """
     own = any((Path(config.run.dir) / "checkpoints").glob("step_*"))
-    branch = config.run.branch_point
-    begin = config.checkpoint.resume if branch is None else checkpoints_dir(branch[0]) / step_name(branch[1])
     try:
-        return checkpoints.choose(otherwise=begin)
+        found = checkpoints.choose(otherwise=_beginning_of(config))
     except CheckpointError as error:
         if config.checkpoint.resume is None or own:
             raise
         raise ConfigError(f"checkpoint.resume = {config.checkpoint.resume}: {error}") from None
+    if found is not None and int(read_manifest(found).run["step"]) != step:
+        raise CheckpointError(f"{found} is there since this launch began at step {step}: start again")
+    return found
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is fixed at a start: the learning rate, and for checkpoints what the run is trained with."""
+
+    rate: RateSchedule
+    known: dict[str, Any]
 
 
 def accept(
-    config: Config,
-    json: dict[str, Any],
-    world: World,
-    batches: GlobalBatches,
-    found: Path | None,
-    step: int,
-) -> RateSchedule:
-    """The learning rate of a run that goes on at `step` from `found`, once its start is written down; rank 0.
+    stages: Plan, json: dict[str, Any], world: World, attempt: Attempt, found: Path | None, step: int
+) -> Accepted:
+    """What holds in a run that goes on at `step` from `found`, once its start is written down; rank 0.
 
     What has happened is fixed: a warm-up that is over is not run again because a run was made longer, nor
     does a rate that has begun to fall rise. Only a branch (`run.branch_from`) has its own rate from where it
     begins. Raises ConfigError where nothing would be trained.
     """
-    total = config.total_steps(batches.seq_len)
+    config, total = stages.config, stages.total
     own = found is None or found.parent.parent.resolve() == Path(config.run.dir).resolve()
     if step > total or (step == total and not own):
         raise ConfigError(
             f"{found} is at step {step} and this run has {total} steps: nothing would be trained; give it "
             f"more than {step} steps (or tokens)"
         )
-    planned = RateSchedule(**configuration.rate_schedule(config, batches.seq_len))
+    planned = RateSchedule(**rate_schedule(stages))
     origin = Path(config.run.dir) if own or found is None else found.parent.parent
-    before = directory.recorded(origin)
-    known = directory.history(origin)
-    rates = known.get("rates", [])
+    before, history = directory.recorded(origin), directory.history(origin)
+    rates = history.get("rates", [])
     if before is not None and not rates:
-        rates = [{"from": 0, **configuration.rate_schedule(before, batches.seq_len)}]
+        rates = [{"from": 0, **rate_schedule(plan(before, stages.packed))}]
     rates = [past for past in rates if past["from"] <= step]
     rate = planned
     if not own and config.run.branch_from is not None:
@@ -178,11 +230,17 @@ def accept(
     rates = [past for past in rates if past["from"] < step]
     if not rates or _rate(rates[-1]) != rate:
         rates.append({"from": step, **asdict(rate)})
+    trained, now = directory.trained(origin, stages, content), trained_with.record(stages, content)
+    changed = trained_with.changes(trained, now, step) if trained else []
+    changes = list(history.get("changes", [])) if own else []
+    if changed:
+        changes.append({"attempt": attempt.number, "step": step, "what": changed})
+    known = {"stages": now, "changes": changes}
     full = deepspeed_config(config, json, config.accumulation(world.size), ())
     contents = [content(source.path) for source in config.data.sources()]
-    ancestry = known.get("ancestry", []) if own else descended(origin, step)
-    directory.record(config, full, world, {"data": contents, "rates": rates, "ancestry": ancestry})
-    return rate
+    ancestry = history.get("ancestry", []) if own else descended(origin, step)
+    directory.record(config, full, world, {"data": contents, "rates": rates, "ancestry": ancestry, **known})
+    return Accepted(rate, known)
 
 
 def _beginning(config: Config, rates: list[dict[str, Any]], planned: RateSchedule, step: int) -> str:

@@ -48,6 +48,7 @@ from wm_ds.config import load as configuration
 from wm_ds.config import validate
 from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import PlannedStage
 from wm_ds.data import shards
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
@@ -69,7 +70,7 @@ from wm_ds.plan.flops import training
 from wm_ds.run.claim import Attempt
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
-from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data
+from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data, position
 
 log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
@@ -116,9 +117,11 @@ def plan(path: str, overrides: list[str], seq_len: int | None) -> int:
     from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
 
     config, json = load(path, overrides)
-    for note in check_branch(config):
+    _, past = position(config)
+    data = assumed_rows(config, seq_len, past) if seq_len else rows_of(*open_data(config, past))
+    for note in check_branch(data.stages):
         log.info(note)
-    print(dry_run(config, json, assumed_rows(config, seq_len) if seq_len else rows_of(*open_data(config))))
+    print(dry_run(json, data))
     return 0
 
 
@@ -127,7 +130,7 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
     config, json = load(path, overrides)
     # What the file and the launch contradict is refused before ranks meet and anything is built.
     validate.check_against_launch(config, json, process_group.launch_size()[2])
-    open_data(config)
+    open_data(config, position(config)[1])
     world = process_group.init(config.run.timeout_minutes)
     try:
         train(config, json, world, started, signals)
@@ -154,8 +157,9 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     """
     if config.run.deterministic:
         process_group.make_deterministic()
-    batches, holdout = open_data(config)
-    attempt = on_main(world, lambda: claim(config, json, world, batches))
+    step, past = on_main(world, lambda: position(config))
+    stages, batches, holdout = open_data(config, past)
+    attempt = on_main(world, lambda: claim(stages, step, world))
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
     limit = config.run.time_limit_minutes
     stopping = Stopping(
@@ -166,15 +170,15 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         signals=signals,
     )
 
-    total = config.total_steps(batches.seq_len)
+    total = stages.total
     hf_config = model_config(
-        config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=batches.eos_id
+        config.model, vocab_size=batches.vocab_size, seq_len=stages.packed, eos_id=batches.eos_id
     )
     shell = Shell(hf_config, recompute=config.recompute, entries_on_host=config.entries_on_host)
     if config.compile:
         compile_blocks(shell.lm)
     log.info(format_table(table_for(config, shell.lm)))
-    engine = build(config, json, shell.lm, world, batches.seq_len, shell.values(config.run.seed))
+    engine = build(config, json, shell.lm, world, stages.packed, shell.values(config.run.seed))
     checkpoints = Checkpoints(
         engine.ds,
         config.run.dir,
@@ -182,26 +186,22 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
     )
-    found = choose(config, checkpoints)
+    found = choose(config, checkpoints, step)
     if found is not None:
         engine.load_state_dict(checkpoints.load(found)["engine"])
     checkpoints.prove("the first step")
-    engine.rate = on_main(world, lambda: accept(config, json, world, batches, found, engine.steps))
+    accepted = on_main(world, lambda: accept(stages, json, world, attempt, found, step))
+    engine.rate = accepted.rate
     on_main(world, lambda: clear_markers(config.run.dir))
-    metrics = Metrics(
-        config,
-        total_steps=total,
-        attempt=attempt.number,
-        world=world,
-        positions=config.batch.global_batch * batches.seq_len,
-        flops=training(hf_config, batches.seq_len, config.recompute),
-        begun=engine.steps,
-    )
+    metrics = Metrics(stages, attempt=attempt.number, world=world, begun=engine.steps)
+
     began, reason = engine.steps, stopping.before_the_first_step()
-    with batches.iterate(engine.steps, *engine.data_rank, config.batch.micro_batch) as stream:
+    stage = enter(stages.at(max(1, engine.steps)), None, engine, metrics)
+    with batches.iterate(engine.steps, *engine.data_rank) as stream:
         metrics.start()
         while engine.steps < total and reason is None:
             watchdog.beat(engine.steps + 1)
+            stage = enter(stages.at(engine.steps + 1), stage, engine, metrics)
             waited = stream.waited_s
             micro_batches = next(stream)
             waited = stream.waited_s - waited
@@ -211,11 +211,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 details = observe(engine, micro_batches[0])
             metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details)
             if due(config.evaluate.every, engine.steps, total):
-                evaluate(config, engine, holdout, metrics)
+                evaluate(stage.config, engine, holdout, metrics)
             reason = stopping.check(save_failed=checkpoints.failed)
             if due(config.checkpoint.every, engine.steps, total) or reason is not None:
                 last = engine.steps == total or reason is not None
                 state = {"engine": engine.state_dict(), "holdout": probe(config, engine, holdout)}
+                state |= accepted.known
                 checkpoints.save(engine.steps, state, wait=last)
                 metrics.pause()
     how: dict[str, Any] = {"step": engine.steps, "began": began}
@@ -224,6 +225,14 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     finish(config, engine, total, how, attempt, metrics, world)
     watchdog.stop()
     engine.ds.destroy()
+
+
+def enter(stage: PlannedStage, now: PlannedStage | None, engine: Engine, metrics: Metrics) -> PlannedStage:
+    """Go on as `stage` says, where the run is in another one now; returns it."""
+    if stage is not now:
+        engine.enter(stage)
+        metrics.enter(stage, training(engine.lm.config, stage.seq_len, stage.config.recompute))
+    return stage
 
 
 def due(every: int | None, step: int, total: int) -> bool:

@@ -26,10 +26,14 @@ from wm_ds.checkpoint.format import (
     read_manifest,
 )
 from wm_ds.config import load as run_config
+from wm_ds.config.schema import PASSES
+from wm_ds.config.stages import PlannedStage, plan
 from wm_ds.data.shards import load_manifest
 from wm_ds.errors import WmError, one_line
 from wm_ds.families import MODEL_TYPES, model_class, model_config, on_meta
+from wm_ds.run.directory import history
 from wm_ds.run.metrics_file import read_metrics
+from wm_ds.run.trained_with import over
 
 
 class TrainedError(WmError, RuntimeError):
@@ -53,17 +57,28 @@ class Trained:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Manifest of the (first) training data."""
+        """Manifest of the run's (first) training data."""
         return load_manifest(self.run.data.sources()[0].path)
+
+    @cached_property
+    def stages(self) -> list[PlannedStage]:
+        """The stages that the checkpoint has been through; the last one is the one that it was saved in."""
+        assert self.run_dir is not None
+        step = read_manifest(self.path).run["step"]
+        past = over(history(self.run_dir).get("stages", []), step)
+        found = plan(self.run, self.data["seq_len"], past)
+        return [stage for stage in found.stages if stage.first <= max(1, step)]
 
     def hf_config(self) -> PreTrainedConfig:
         """The model's configuration, a new object each time."""
         if self.run_dir is None:
             entry = _folder_entry(self.path)
             return MODEL_TYPES[entry["model_type"]].config_class.from_dict(entry)
-        data = self.data
         return model_config(
-            self.run.model, vocab_size=data["vocab_size"], seq_len=data["seq_len"], eos_id=data["eos_id"]
+            self.stages[-1].config.model,
+            vocab_size=self.data["vocab_size"],
+            seq_len=max(stage.seq_len for stage in self.stages),
+            eos_id=self.data["eos_id"],
         )
 
     @property
@@ -135,10 +150,11 @@ class Trained:
             "tokens": tokens[-1] if tokens else self._tokens_so_far(manifest),
             "train_loss": losses[-1] if losses else None,
             "holdout_loss": holdouts[-1] if holdouts else None,
-            "data": {
-                key: self.data.get(key) for key in ("seq_len", "align", "tokens", "documents", "holdout")
-            },
-            "config": self.run.model_dump(mode="json"),
+            "data": {key: self.data.get(key) for key in ("align", "tokens", "documents", "holdout")}
+            | {"seq_len": self.stages[-1].seq_len},
+            # Of the stage that the checkpoint was saved in.
+            "config": self.stages[-1].config.model_dump(mode="json"),
+            "stages": [_facts_of(stage, manifest.run["step"]) for stage in self.stages if self.run.stages],
         }
 
     def _tokens_so_far(self, manifest: Manifest) -> int | None:
@@ -156,6 +172,18 @@ def _folder_entry(folder: Path) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise TrainedError(f"{folder / 'config.json'} is damaged: it holds no JSON object")
     return entry
+
+
+def _facts_of(stage: PlannedStage, step: int) -> dict[str, Any]:
+    config = stage.config
+    return {
+        "first": stage.first,
+        "last": min(stage.last, step),
+        "seq_len": stage.seq_len,
+        "global_batch": config.batch.global_batch,
+        "passes": {name: getattr(config.model, name) for name in PASSES},
+        "data": [source.model_dump() for source in config.data.sources()],
+    }
 
 
 def find(path: str | Path, step: int | None = None) -> Trained:

@@ -7,7 +7,8 @@ import torch
 
 from tests.support.optimizers import optimizer
 from wm_ds.config.load import load
-from wm_ds.config.schema import Config, to_steps
+from wm_ds.config.schema import Config
+from wm_ds.config.stages import plan, rate_schedule
 from wm_ds.engine.loss import TokenLoss
 from wm_ds.families import build_model, cached_kvs, model_config
 
@@ -92,7 +93,7 @@ def test_length_of_the_main_runs(name: str) -> None:
     config = load(CONFIGS / f"{name}.yaml")
     assert (config.batch.global_batch, config.steps) == (128, 30_518)
     assert round(128 * 2048 * config.steps / 1e9, 1) == 8.0
-    assert to_steps("warmup", config.optim.warmup, config.steps, 128 * 2048) == 610
+    assert rate_schedule(plan(config, 2048))["warmup"] == 610
 
 
 @pytest.mark.parametrize("name", [*SWEEP, *ABLATIONS, *RIVALS])

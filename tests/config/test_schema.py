@@ -10,7 +10,9 @@ import pytest
 from tests.config.test_load import changed
 from wm_ds.config import load as configuration
 from wm_ds.config import schema
+from wm_ds.config.durations import to_steps
 from wm_ds.config.schema import Batch, ConfigError
+from wm_ds.config.stages import plan
 from wm_ds.families import num_groups
 from wm_ds.model import WhiteMatterConfig
 
@@ -46,18 +48,18 @@ def test_indivisible_global_batch_lists_choices_that_work():
     ],
 )
 def test_durations_become_whole_steps(duration, steps):
-    assert schema.to_steps("optim.warmup", duration, 30518, 128 * 2048) == steps
+    assert to_steps("optim.warmup", duration, 30518, lambda tokens: tokens / (128 * 2048)) == steps
 
 
 @pytest.mark.parametrize("duration", ["2", "x%", "5 M", "200%", -1, 40000])
 def test_durations_that_make_no_sense_are_refused(duration):
     with pytest.raises(ConfigError, match=r"optim\.warmup"):
-        schema.to_steps("optim.warmup", duration, 30518, 128 * 2048)
+        to_steps("optim.warmup", duration, 30518, lambda tokens: tokens / (128 * 2048))
 
 
 def test_a_run_in_tokens_is_rounded_up_to_whole_steps():
     config = configuration.parse(changed(steps=None, tokens="8e9", batch__global_batch=128))
-    assert config.total_steps(2048) == 30518  # 8e9 / (128 * 2048) = 30517.6
+    assert plan(config, 2048).total == 30518  # 8e9 / (128 * 2048) = 30517.6
 
 
 def test_what_a_run_leaves_out_is_the_models_own_default() -> None:

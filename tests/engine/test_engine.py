@@ -10,6 +10,7 @@ import torch
 
 from tests.config.test_load import changed
 from wm_ds.config import load as configuration
+from wm_ds.config.stages import plan, rate_schedule
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.deepspeed_config import deepspeed_config
 from wm_ds.engine.engine import Engine, StepResult, TrainingFailed
@@ -23,7 +24,7 @@ def engine(**guard: Any) -> Engine:
     config = configuration.parse(changed(guard=guard))
     ds = SimpleNamespace(zero_optimization_stage=lambda: 0, optimizer=None, module=None)
     optimizer = SimpleNamespace(param_groups=[{"step": 0}, {"step": 0}])
-    return Engine(ds, optimizer, WORLD, config, RateSchedule(**configuration.rate_schedule(config, 16)), 1)
+    return Engine(ds, optimizer, WORLD, config, RateSchedule(**rate_schedule(plan(config, 16))), 1)
 
 
 def feed(e: Engine, losses: list[float]) -> list[tuple[str | None, float | None]]:

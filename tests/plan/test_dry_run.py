@@ -42,7 +42,7 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
     assert "the cache holds 2 KVs a token for 4 layers: 64 bytes in bf16" in shown
     assert "1 micro-batches of 2 per rank and step" in shown
     assert re.search(r"warm-up 2 steps; learning rate 0\.005 at step 1, 0\.01 at step 2", shown)
-    batches, _ = open_data(configuration.load(path))
+    _, batches, _ = open_data(configuration.load(path))
     for step in (0, 1):
         (part,) = batches.batch(step, 0, 2, 2)
         samples = [int(i) for i in part["sample_ids"]]
@@ -63,8 +63,8 @@ def test_it_shows_the_run_and_writes_nothing(capsys, data, tmp_path, ranks):  # 
 def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, changes: dict[str, Any]):  # noqa: F811
     config = configuration.load(run_file(tmp_path, data, **changes))
     json = load_deepspeed(ROOT / "ds_configs" / f"{deepspeed}.json")
-    shown = section(dry_run(config, json, rows_of(*open_data(config))), "states by arithmetic")
-    batches, _ = open_data(config)
+    shown = section(dry_run(json, rows_of(*open_data(config))), "states by arithmetic")
+    _, batches, _ = open_data(config)
     hf = model_config(config.model, vocab_size=batches.vocab_size, seq_len=batches.seq_len, eos_id=0)
     rows = table_for(config, build_model(hf, seed=0))
     plan = configured(Run(config, hf, rows, batches.seq_len, ranks), json)

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from wm_ds.config.schema import Batch, Config, ConfigError, Model, to_steps
+from wm_ds.config.schema import PASSES, Batch, Config, ConfigError, Model, Stage
 from wm_ds.config.text import nearest, read_text
 from wm_ds.config.validate import contradictions, without_effect
 
@@ -30,7 +30,6 @@ __all__ = [
     "load_record",
     "parse",
     "parse_new",
-    "rate_schedule",
     "read",
 ]
 
@@ -169,6 +168,8 @@ def explain(error: Any, model: type[BaseModel] = Config) -> str:
     """One of pydantic's errors about a `model` in a few words, with the nearest name for an unknown key."""
     where = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
+        if fixed := _fixed(error["loc"]):
+            return f"{where}: {fixed}"
         known = _known_keys(error["loc"][:-1], model)
         name = str(error["loc"][-1])
         return f"unknown key {where}{nearest(name, known, prefix=where[: -len(name)])}"
@@ -177,6 +178,21 @@ def explain(error: Any, model: type[BaseModel] = Config) -> str:
     if error["type"] == "model_type":
         return f"{where} must be a section, got {error['input']!r}"
     return f"{where} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _fixed(path: tuple) -> str | None:
+    """Why a key of the run is none of a stage, where `path` leads to one; None elsewhere."""
+    if path[0] != "stages" or len(path) < 3:
+        return None
+    name = path[-1]
+    if len(path) == 4 and path[2] == "passes" and name in Model.model_fields:
+        return f"a stage changes the passes ({', '.join(PASSES)}), never the shape of the model"
+    if len(path) == 3 and name in ("seed", "tokenizer", "holdout", *Model.model_fields, *Config.model_fields):
+        return (
+            "it holds for the whole run and cannot change with a stage; a stage has "
+            f"{', '.join(Stage.model_fields)}"
+        )
+    return None
 
 
 def _known_keys(path: tuple, at: Any) -> list[str]:
@@ -188,18 +204,3 @@ def _known_keys(path: tuple, at: Any) -> list[str]:
         kinds += [a for k in kinds for a in get_args(k)]
         at = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), at)
     return list(at.model_fields)
-
-
-def rate_schedule(config: Config, seq_len: int) -> dict[str, Any]:
-    """Fields of optim's RateSchedule for this run: peak, total, warmup, kind, floor, decay."""
-    total = config.total_steps(seq_len)
-    tokens = seq_len * config.batch.global_batch
-    o = config.optim
-    return {
-        "peak": o.lr,
-        "total": total,
-        "warmup": to_steps("optim.warmup", o.warmup, total, tokens),
-        "kind": o.schedule,
-        "floor": o.floor,
-        "decay": to_steps("optim.decay", o.decay, total, tokens) if o.schedule == "wsd" else 0,
-    }

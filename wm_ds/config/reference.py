@@ -50,6 +50,10 @@ def page() -> str:
         for name, field in section.model_fields.items():
             for inner in _listed(field.annotation):
                 parts += [f"### Each of `{key}.{name}`\n\n{inner.__doc__}\n", _table("", inner)]
+    for name, field in Config.model_fields.items():
+        for inner in _listed(field.annotation):
+            if name not in found:
+                parts += [f"## Each of `{name}`\n\n{inner.__doc__}\n", _table("", inner)]
     return "\n".join(parts)
 
 
@@ -73,7 +77,7 @@ def _table(prefix: str, section: type[BaseModel], leave_out: set[str] = frozense
 def _listed(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections that a key may hold a list of."""
     for argument in get_args(annotation):
-        if isinstance(argument, type) and issubclass(argument, BaseModel):
+        if isinstance(argument, type) and issubclass(argument, BaseModel) and get_origin(annotation) is list:
             yield argument
         yield from _listed(argument)
 
@@ -86,7 +90,7 @@ def _default(field: FieldInfo) -> str:
         return "not set"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"`{list(value)}`"
     return f"`{value}`" if value is not PydanticUndefined else "–"
 

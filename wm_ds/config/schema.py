@@ -2,18 +2,16 @@
 
 docs/configuration.md is printed from this file (reference.py), so what is said here is all that is said.
 
-Durations (`optim.warmup`, `optim.decay`, and so on) are a number of steps (`200`), a share of the run (`2%`)
-or tokens (`50M tokens`); they become an integer number of steps, rounded half up (2% of 30,518 steps is 610).
+Durations (`optim.warmup`, `stages.until`, and so on) are read by durations.py; what a run's stages come to is
+said in stages.py.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from wm_ds.errors import WmError
 
@@ -168,6 +166,9 @@ class Data(Section):
 
     train: str | list[Source]
     """Directory of packed data, or several with weights."""
+    seq_len: Tokens | None = Field(None, gt=0)
+    """Tokens of a training row; default: as the (first) training directory was packed. A part of the packed
+    length, or a multiple of it, and a multiple of its alignment: packing is a view."""
     holdout: str | None = None
     """Directory whose held-out split is evaluated; default: that of the (first) training directory."""
     tokenizer: str | None = None
@@ -320,6 +321,52 @@ class Log(Section):
     """Project name at Weights & Biases; needs the package wandb."""
 
 
+# Stages
+
+# What a stage may say of the passes. The rest of `model` is the model's shape, which a run keeps.
+PASSES = ("schedule", "num_groups", "no_grad_passes", "grad_passes", "chunk_size", "relaxation")
+
+if TYPE_CHECKING:
+    Passes = Section
+else:
+    Passes = create_model(
+        "Passes",
+        __base__=Section,
+        __doc__="The passes of a training step; keys that are not set are those of `model`.",
+        **{name: (Model.model_fields[name].annotation, Model.model_fields[name]) for name in PASSES},
+    )
+
+
+class StageBatch(Section):
+    """The batches of a stage; keys that are not set are those of `batch`."""
+
+    global_batch: Sequences | None = Field(None, gt=0)
+    """Sequences of one optimizer step, over all ranks."""
+    micro_batch: Sequences | None = Field(None, gt=0)
+    """Sequences of one forward and backward on one rank."""
+
+
+class Stage(Section):
+    """A part of the run, from where the stage before ends; keys that are not set are the run's own."""
+
+    until: Duration | None = None
+    """Where the stage ends, counted from the run's beginning: a step (`700`), a share of the run (`70%`; of
+    its tokens where its length is given in tokens) or tokens (`50B tokens`). The last stage has none."""
+    passes: Passes | None = None
+    """The passes of a training step, in place of those in `model`."""
+    data: str | list[Source] | None = None
+    """Directory of packed data, or several with weights, in place of `data.train`. A directory that an
+    earlier stage has read goes on where it was."""
+    seq_len: Tokens | None = Field(None, gt=0)
+    """Tokens of a training row, in place of `data.seq_len`."""
+    batch: StageBatch | None = None
+    """Sequences of a step and of a micro-batch, in place of those in `batch`."""
+    freeze: list[str] | None = None
+    """Parameters that are not updated, in place of `freeze`; [] for none."""
+    lr_factor: Positive = 1.0
+    """What the learning rate, one function of the step over the whole run, is multiplied with."""
+
+
 class Config(Section):
     """One run. See the sections for the fields."""
 
@@ -353,6 +400,11 @@ class Config(Section):
     """Length of the run in optimizer steps; either this or tokens."""
     tokens: Annotated[int | str, Unit("tokens")] | None = None
     """Length of the run in tokens (`2e9`, `500M tokens`), rounded up to whole steps."""
+    freeze: list[str] = []
+    """Parameters that are not updated, by patterns of their names (`model.layers.0.*`, `*.mlp.*`). Each must
+    match one. It saves no memory: a stage may thaw them."""
+    stages: list[Stage] | None = Field(None, min_length=1)
+    """What changes on the way: passes, data, batch, row length. Not set: the run has one stage."""
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     guard: Guard = Guard()
@@ -374,12 +426,6 @@ class Config(Section):
         name = "ranks" if n == 1 else f"sequence groups of {n} ranks"
         return self.batch.accumulation(self.data_ranks(ranks), name)
 
-    def total_steps(self, seq_len: int) -> int:
-        """Length in steps, for packed sequences of `seq_len` tokens."""
-        if self.steps is not None:
-            return self.steps
-        return math.ceil(parse_tokens("tokens", self.tokens) / (self.batch.global_batch * seq_len))
-
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
@@ -387,44 +433,3 @@ def _divisors(n: int) -> list[int]:
 
 def _near(values: list[int], target: int) -> list[int]:
     return sorted(sorted(values, key=lambda v: abs(v - target))[:3])
-
-
-# Durations and tokens
-
-_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-
-
-def parse_tokens(field: str, value: int | str | None) -> int:
-    """A number of tokens: an integer, `2e9`, `500M` or `500M tokens`. Raises ConfigError."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    match = re.fullmatch(r"([\d.]+(?:[eE][-+]?\d+)?)\s*([kKmMbBgGtT]?)(?:\s*tokens?)?", str(value).strip())
-    try:
-        tokens = float(match[1]) * _SUFFIX[match[2].lower()] if match else 0.0
-    except ValueError:
-        tokens = 0.0
-    if tokens < 1:
-        raise ConfigError(f"{field} = {value!r} is no number of tokens; write 2e9 or 500M tokens")
-    return round(tokens)
-
-
-def to_steps(field: str, duration: int | str, total_steps: int, tokens_per_step: int) -> int:
-    """A duration as whole steps, rounded half up. Raises ConfigError where it cannot be read or exceeds the
-    run."""
-    if isinstance(duration, str) and duration.strip().endswith("%"):
-        try:
-            exact = float(duration.strip()[:-1]) / 100.0 * total_steps
-        except ValueError:
-            raise ConfigError(f"{field} = {duration!r} is no percentage; write 2%") from None
-    elif isinstance(duration, str):
-        if not duration.strip().endswith(("token", "tokens")):
-            raise ConfigError(
-                f"{field} = {duration!r}: write steps (200), a share (2%) or tokens (50M tokens)"
-            )
-        exact = parse_tokens(field, duration) / tokens_per_step
-    else:
-        exact = float(duration)
-    steps = math.floor(exact + 0.5)
-    if not 0 <= steps <= total_steps:
-        raise ConfigError(f"{field} = {duration!r} is {steps} steps of a run of {total_steps}")
-    return steps

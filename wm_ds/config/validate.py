@@ -6,23 +6,58 @@ another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from wm_ds.config.schema import PLAIN_FAMILIES, Config, ConfigError, Model, Section, parse_tokens, to_steps
+from wm_ds.config.durations import parse_duration, parse_tokens, to_steps
+from wm_ds.config.schema import PASSES, PLAIN_FAMILIES, Config, ConfigError, Model, Section
+from wm_ds.config.stages import Plan, check_ranks, effective
 
 
 def contradictions(config: Config) -> list[str]:
     """Pairs of fields that cannot both be meant, one line each."""
-    found = _of_lengths(config) + _of_model(config) + _of_recomputation(config) + _of_beginning(config)
+    found = _of_one_stage(config) + _of_lengths(config) + _of_stages(config) + _of_beginning(config)
     if config.precision == "fp16":
         why = "gradients would carry a loss scale that clipping, norms and checkpoints here do not know"
         if config.optim.name == "muon":
             why = "optim.name = muon orthogonalises its updates, which have no loss scale"
         found.append(f"precision = fp16: {why}; use autocast or bf16")
-    if config.sequence_parallel > 1:
-        found += _sequence_contradictions(config)
     if not all(0 <= b < 1 for b in config.optim.betas):
         found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
+    return found
+
+
+def _of_one_stage(config: Config) -> list[str]:
+    """Of what a stage may change."""
+    found = _of_model(config) + _of_recomputation(config)
+    if config.sequence_parallel > 1:
+        found += _sequence_contradictions(config)
+    return found
+
+
+def _of_stages(config: Config) -> list[str]:
+    """Of each stage by itself, and of what all but the last must say."""
+    found: list[str] = []
+    known = _of_one_stage(config)
+    stages = config.stages or []
+    for index, stage in enumerate(stages):
+        name, is_last = f"stages.{index}", index + 1 == len(stages)
+        if is_last and stage.until is not None:
+            found.append(f"{name}.until = {stage.until!r}: the last stage ends with the run and has none")
+        elif not is_last and stage.until is None:
+            found.append(f"{name}.until is required: only the last stage ends with the run")
+        elif stage.until is not None:
+            parse_duration(f"{name}.until", stage.until)
+        passes = {} if stage.passes is None else stage.passes.model_dump()
+        said = [key for key in PASSES if passes[key] is not None] if passes else []
+        if said and config.model.family in PLAIN_FAMILIES:
+            found.append(
+                f"{name}.passes.{said[0]} = {passes[said[0]]}: model.family = {config.model.family} has "
+                "no passes"
+            )
+            continue
+        of_it = _of_one_stage(effective(config, stage))
+        found += [f"{name}: {problem}" for problem in of_it if problem not in known]
     return found
 
 
@@ -33,7 +68,7 @@ def _of_lengths(config: Config) -> list[str]:
     elif config.tokens is not None:
         parse_tokens("tokens", config.tokens)
     for name in ("warmup", "decay"):
-        to_steps(f"optim.{name}", getattr(config.optim, name), 10**9, 1)
+        to_steps(f"optim.{name}", getattr(config.optim, name), 10**9, lambda tokens: tokens)
     c = config.checkpoint
     if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
         found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
@@ -226,8 +261,26 @@ _BELONGS = {
 }
 
 
+def check_stages(plan: Plan, vocab_size: int, num_groups: Callable[[Model], int]) -> None:
+    """Raise ConfigError, naming the stage, where one does not fit the data's vocabulary or row length.
+
+    `num_groups`: of a model, its family's default where the run sets none.
+    """
+    for stage in plan.stages:
+        for length in {stage.seq_len, plan.packed}:  # of the rows that it trains on, and of held-out ones
+            try:
+                check_against_data(
+                    stage.config,
+                    vocab_size=vocab_size,
+                    seq_len=length,
+                    num_groups=num_groups(stage.config.model),
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{stage.name}: {error}" if plan.staged else str(error)) from None
+
+
 def check_against_data(
-    config: Config, *, vocab_size: int, seq_len: int, sequences: int, num_groups: int
+    config: Config, *, vocab_size: int, seq_len: int, sequences: int = 1, num_groups: int
 ) -> None:
     """Raise ConfigError where the run does not fit its packed data (sizes from the manifest).
 
@@ -245,10 +298,6 @@ def check_against_data(
             f"sequence_parallel = {n} x model.num_groups = {num_groups} does not divide the data's rows of "
             f"{seq_len} tokens: a group's tokens must be spread evenly over the ranks"
         )
-    total = config.total_steps(seq_len)
-    tokens = seq_len * config.batch.global_batch
-    for name in ("warmup", "decay"):
-        to_steps(f"optim.{name}", getattr(config.optim, name), total, tokens)
     if sequences < 1:
         raise ConfigError("the training split has no sequences")
 
@@ -273,7 +322,7 @@ def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
 
 def check_against_launch(config: Config, json: dict[str, Any], ranks: int) -> None:
     """What the run and DeepSpeed's checked JSON contradict the number of ranks in. Raises ConfigError."""
-    config.accumulation(ranks)
+    check_ranks(config, ranks)
     node = json.get("zero_optimization", {}).get("zero_hpz_partition_size", "auto")
     if node != "auto" and ranks % node:
         raise ConfigError(

@@ -79,14 +79,30 @@ def _united(spans: list[tuple[int, int]]) -> np.ndarray:
 def rows_without_data(spans: np.ndarray, manifest: dict[str, Any]) -> np.ndarray:
     """Sequence numbers (int64, sorted) of rows that lie inside a span and are not held out: training has no
     use for them."""
-    seq_len, sequences = manifest["seq_len"], manifest["sequences"]
+    inside = rows_inside(spans, manifest, manifest["seq_len"])
+    return np.setdiff1d(
+        inside, held_out_rows(manifest["sequences"], manifest["holdout"], manifest["shuffle_seed"])
+    )
+
+
+def rows_inside(spans: np.ndarray, manifest: dict[str, Any], seq_len: int) -> np.ndarray:
+    """Numbers (int64, sorted) of the stream's rows of `seq_len` tokens that lie inside one of the spans."""
     length = sum(record["length"] for record in manifest["shards"])
+    stream = manifest["sequences"] * manifest["seq_len"]
+    rows = -(-stream // seq_len)
     inside: list[np.ndarray] = []
     for start, stop in spans.tolist():
-        stop = sequences * seq_len if stop >= length else stop  # behind the corpus is filler
-        inside.append(np.arange(-(-start // seq_len), min(stop // seq_len, sequences), dtype=np.int64))
-    rows = held_out_rows(sequences, manifest["holdout"], manifest["shuffle_seed"])
-    return np.setdiff1d(np.concatenate([np.empty(0, dtype=np.int64), *inside]), rows)
+        stop = rows * seq_len if stop >= min(length, stream) else stop  # behind the corpus is filler
+        inside.append(np.arange(-(-start // seq_len), min(stop // seq_len, rows), dtype=np.int64))
+    return np.concatenate([np.empty(0, dtype=np.int64), *inside])
+
+
+def with_held_out_rows(spans: np.ndarray, manifest: dict[str, Any]) -> np.ndarray:
+    """Spans [K, 2], apart and sorted, of all that training must not see: `spans` and the rows held out. For
+    training rows that are longer than these, and would hold some of them."""
+    rows = held_out_rows(manifest["sequences"], manifest["holdout"], manifest["shuffle_seed"])
+    held = np.stack([rows, rows + 1], axis=1) * manifest["seq_len"]
+    return _united([(low, high) for low, high in np.concatenate([spans, held]).tolist()])
 
 
 def positions_left_out(spans: np.ndarray, manifest: dict[str, Any]) -> int:

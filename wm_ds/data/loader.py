@@ -2,9 +2,11 @@
 
     rows --(per-epoch shuffle, mixing)--> global batch b --> micro-batches of a rank
 
-- `GlobalBatches` names the rows of batch b. Sample s = b * global_batch + i belongs to epoch s // rows;
-  each epoch has its own order. A batch may span two epochs, so nothing is dropped and every epoch visits
-  every row exactly once. Nothing else is remembered: a run's loader state is the integer b.
+- `StagedBatches` names the rows of batch b: its stage follows from b, what a source has given before the
+  stage from the stages before it (order.py). Nothing else is remembered: a run's loader state is the integer
+  b. A batch may span two epochs, so nothing is dropped and every epoch visits every row exactly once.
+- `GlobalBatches` are the batches of a run with one stage: sample s = b * global_batch + i belongs to epoch
+  s // rows.
 - Ranks and micro-batches only cut the same global batch differently.
 
 Legend: B rows of a micro-batch, T positions of a row, S samples of a rank in one global batch.
@@ -12,36 +14,223 @@ Legend: B rows of a micro-batch, T positions of a row, S samples of a rank in on
 
 from __future__ import annotations
 
+import bisect
 import os
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from wm_ds.data import shards, shuffle
+from wm_ds.data import shards
+from wm_ds.data.order import Cursor, Leg, Mixture, SourceOrder
+from wm_ds.data.prefetch import PrefetchIterator
 from wm_ds.data.sequences import Batch, PackedSequences, stack_rows
-
-_MIX_BLOCK = 1 << 16  # samples over which mixing weights hold exactly
 
 Source = str | os.PathLike[str] | PackedSequences
 
 
-class GlobalBatches:
-    """Batch b of a run, a pure function of (seed, b) for given sources and global batch size.
+@dataclass(frozen=True)
+class StageData:
+    """What a stage draws its batches from.
 
-    sources: a packed folder, or several as {"path": ..., "weight": ...} mappings or (source, weight) pairs;
-        a source may also be an open `PackedSequences`. Weights are shares of *sequences* and need not sum
-        to 1; over every 65,536 samples each source appears exactly in its share (rounded), each source
-        runs through its own epochs.
-    global_batch: sequences of one optimizer step, over all ranks and micro-batches.
-    across_documents: labels cross document boundaries (off: a document's end predicts nothing).
-
-    Raises shards.ShardError when sources do not fit together or a split has no rows.
+    Attributes:
+        sources: a packed folder, or several as {"path": ..., "weight": ...} mappings or (source, weight)
+            pairs; a source may also be an open `PackedSequences`. Weights are shares of *sequences* and need
+            not sum to 1.
+        global_batch: sequences of one optimizer step, over all ranks and micro-batches.
+        steps: its batches; None for the last stage, which has no end.
+        seq_len: tokens of a row; None where all sources were packed alike, and as they were.
+        packed: where seq_len is None, the length that they must have been packed with.
+        micro_batch: sequences of a micro-batch, where `batch` is not told.
+        name: of the stage, for messages.
     """
+
+    sources: Source | Sequence[Any]
+    global_batch: int
+    steps: int | None = None
+    seq_len: int | None = None
+    packed: int | None = None
+    micro_batch: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a stage has of a source: `rows` of its `epoch` rows; epochs read `before` it and `after` it."""
+
+    path: str
+    rows: int
+    epoch: int
+    before: float
+    after: float
+
+
+class StagedBatches:
+    """Batch b of a run, a pure function of (seed, b) for given stages.
+
+    A source that several stages have (the same content, wherever the folder lies) goes on where it was,
+    through its own epochs. `across_documents`: labels cross document boundaries (off: a document's end
+    predicts nothing).
+
+    Raises shards.ShardError when sources do not fit together, when a split has no rows, or when a stage's
+    row length does not go into a source's.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageData],
+        *,
+        seed: int,
+        split: str = "train",
+        across_documents: bool = False,
+    ) -> None:
+        self.split, self.seed, self.across_documents = split, seed, across_documents
+        self.sources: list[PackedSequences] = []
+        """All sources, in the order in which the stages have them first."""
+        self._orders: list[SourceOrder] = []
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._opened: dict[str, PackedSequences] = {}
+        self.stages: list[_Stage] = []
+        cursors: dict[int, Cursor] = {}
+        first, mixed, samples = 0, None, 0
+        for declared in stages:
+            if declared.global_batch < 1:
+                raise ValueError(f"global_batch {declared.global_batch} must be at least 1")
+            pairs = _weighted(declared.sources)
+            length, numbers = self._open(declared, [source for source, _ in pairs])
+            mixture = Mixture([weight for _, weight in pairs], seed)
+            # Stages that draw alike are one mixture: a batch that grows does not start the pattern again.
+            samples = samples if mixed == (numbers, mixture.quota) else 0
+            mixed = (numbers, mixture.quota)
+            legs = [self._orders[number].leg(cursors.get(number, Cursor()), length) for number in numbers]
+            stage = _Stage(declared, first, length, numbers, mixture, samples, legs)
+            self.stages.append(stage)
+            if declared.steps is not None:
+                first, samples = first + declared.steps, samples + declared.steps * declared.global_batch
+                for number, leg, count in zip(
+                    numbers, legs, stage.rows_by_source(declared.steps), strict=True
+                ):
+                    cursors[number] = leg.after(count)
+        _check_tokenizers(self.sources)
+        self.eos_id = self.sources[0].eos_id
+        self.seq_len = self.stages[0].seq_len
+        self.vocab_size = max(source.vocab_size for source in self.sources)
+
+    def _open(self, stage: StageData, paths: Sequence[Source]) -> tuple[int, list[int]]:
+        """(row length of a stage, numbers of its sources)."""
+        given = [self._opened_at(source) for source in paths]
+        _check_split(given)
+        length = stage.seq_len or _common_length(given, stage)
+        numbers = []
+        seen: dict[str, int] = {}
+        for source in given:
+            content = shards.content(source.manifest)
+            # Twice in one stage are two sources, each with epochs of its own.
+            key = (content, seen.setdefault(content, 0))
+            seen[content] += 1
+            if key not in self._numbers:
+                self._add(source, length, key)
+            number = self._numbers[key]
+            _check_length(self.sources[number], length, stage.name)
+            numbers.append(number)
+        return length, numbers
+
+    def _opened_at(self, source: Source) -> PackedSequences:
+        if isinstance(source, PackedSequences):
+            return source
+        path = os.path.realpath(source)
+        if path not in self._opened:
+            self._opened[path] = PackedSequences(source, self.split)
+        return self._opened[path]
+
+    def _add(self, source: PackedSequences, length: int, key: tuple[str, int]) -> None:
+        """Number a source. Its units are the rows that it was packed in, or longer ones of its first use."""
+        if length > source.seq_len and length % source.seq_len == 0:
+            source = PackedSequences(source.path, self.split, length)
+        if not len(source):
+            raise shards.ShardError(f"{source.path} has no sequences in its split {source.split!r}")
+        self._numbers[key] = len(self.sources)
+        self.sources.append(source)
+        self._orders.append(
+            SourceOrder(len(source), source.seq_len, seed=self.seed, number=self._numbers[key])
+        )
+
+    def stage_of(self, b: int) -> int:
+        """The stage of batch b."""
+        return bisect.bisect_right([stage.first for stage in self.stages], b) - 1
+
+    def drawn(self, index: int, steps: int) -> list[Drawn]:
+        """What the first `steps` batches of stage `index` have of each of its sources."""
+        stage, found = self.stages[index], []
+        for number, leg, count in zip(stage.numbers, stage.legs, stage.rows_by_source(steps), strict=True):
+            units = self._orders[number].units
+            before, epoch = leg.begun / units, units * leg.parts
+            found.append(Drawn(str(self.sources[number].path), count, epoch, before, before + count / epoch))
+        return found
+
+    def batch(self, b: int, rank: int, world: int, micro_batch: int | None = None) -> list[Batch]:
+        """Rank's micro-batches of global batch b: tensors of shape [micro_batch, T] (see `Row`).
+
+        The global batch's samples are dealt to accumulation steps, then ranks, then rows. Each micro-batch
+        also has `sample_ids` int64 [B]: the row's number among all rows of the stage's sources.
+        """
+        if b < 0:
+            raise ValueError(f"batch number {b} is negative")
+        stage = self.stages[self.stage_of(b)]
+        global_batch, micro = stage.data.global_batch, micro_batch or stage.data.micro_batch
+        if micro is None:
+            raise ValueError("no micro_batch is given")
+        accumulation, rest = divmod(global_batch, world * micro)
+        if rest:
+            raise ValueError(
+                f"global_batch {global_batch} does not divide over {world} ranks x micro_batch "
+                f"{micro}; choose a micro_batch and rank count whose product divides it"
+            )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not one of {world} ranks")
+        source, turn = stage.draw((b - stage.first) * global_batch, global_batch)
+        mine = np.arange(global_batch).reshape(accumulation, world, micro)[:, rank]
+        return [self._rows(stage, source[part], turn[part]) for part in mine]
+
+    def _rows(self, stage: _Stage, source: np.ndarray, turn: np.ndarray) -> Batch:
+        """A micro-batch: row `turn` of what the stage draws from its source `source`, for each."""
+        sequences = [self.sources[number] for number in stage.numbers]
+        start, sample = np.empty_like(turn), np.empty_like(turn)
+        for index in np.unique(source):
+            here = source == index
+            unit, part = stage.legs[index].rows(turn[here])
+            number = sequences[index].sequence_numbers(unit)
+            start[here] = number * sequences[index].seq_len + part * stage.seq_len
+            base = sum(len(sequences[i]) * stage.legs[i].parts for i in range(index))
+            sample[here] = base + unit * stage.legs[index].parts + part
+        rows = []
+        for index, at, place in zip(source.tolist(), start.tolist(), turn.tolist(), strict=True):
+            row = sequences[index].cut(at, stage.seq_len)
+            seen_T = stage.legs[index].seen_before(place)
+            if seen_T is not None:
+                sequences[index].hide(seen_T, *row)
+            rows.append(row)
+        return stack_rows(rows, sample, self.across_documents)
+
+    def iterate(
+        self,
+        start: int,
+        rank: int,
+        world: int,
+        micro_batch: int | None = None,
+        *,
+        workers: int = 1,
+        prefetch: int = 4,
+    ) -> PrefetchIterator:
+        """Batches start, start+1, ... without end, read ahead by `workers` threads (0: read when asked)."""
+        return PrefetchIterator(
+            lambda b: self.batch(b, rank, world, micro_batch), start, workers=workers, prefetch=prefetch
+        )
+
+
+class GlobalBatches(StagedBatches):
+    """The batches of a run with one stage; arguments as `StageData` has them."""
 
     def __init__(
         self,
@@ -52,162 +241,46 @@ class GlobalBatches:
         seed: int,
         across_documents: bool = False,
     ) -> None:
-        if global_batch < 1:
-            raise ValueError(f"global_batch {global_batch} must be at least 1")
-        pairs = _weighted(sources)
-        self.sources = [
-            source if isinstance(source, PackedSequences) else PackedSequences(source, split)
-            for source, _ in pairs
-        ]
-        self.split, self.global_batch, self.seed = split, global_batch, seed
-        self.across_documents = across_documents
-        _check_compatible(self.sources)
-        first = self.sources[0]
-        self.seq_len, self.eos_id = first.seq_len, first.eos_id
-        self.vocab_size = max(source.vocab_size for source in self.sources)
-        self._quota = _apportion([weight for _, weight in pairs])
-        # A row's global number, for logs: its source's rows follow those of the sources before it.
-        self._bases = np.concatenate([[0], np.cumsum([len(source) for source in self.sources])])
-        self._pattern = lru_cache(maxsize=4)(self._mix_pattern)
+        stage = StageData(sources, global_batch)
+        super().__init__([stage], seed=seed, split=split, across_documents=across_documents)
+        self.global_batch = global_batch
 
     @property
     def rows(self) -> int:
         """Sequences in all sources' splits together."""
-        return int(self._bases[-1])
+        return sum(len(source) for source in self.sources)
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples first .. first+count-1 of the run: (source numbers, rows within the source's split)."""
-        sample = np.arange(first, first + count, dtype=np.int64)
-        if len(self.sources) == 1:
-            return np.zeros(count, dtype=np.int64), self._epoch_rows(0, sample)
-        source = np.empty(count, dtype=np.int64)
-        turn = np.empty(count, dtype=np.int64)  # how many samples of the same source came before
-        block = sample // _MIX_BLOCK
-        for number in np.unique(block):
-            here = block == number
-            pattern, rank = self._pattern(int(number))
-            slot = sample[here] % _MIX_BLOCK
-            source[here] = pattern[slot]
-            turn[here] = number * self._quota[pattern[slot]] + rank[slot]
-        row = np.empty(count, dtype=np.int64)
-        for number in np.unique(source):
-            row[source == number] = self._epoch_rows(int(number), turn[source == number])
+        (stage,) = self.stages
+        source, turn = stage.draw(first, count)
+        row = np.empty_like(turn)
+        for index in np.unique(source):
+            row[source == index], _ = stage.legs[index].rows(turn[source == index])
         return source, row
 
-    def _epoch_rows(self, source: int, turn: np.ndarray) -> np.ndarray:
-        rows = len(self.sources[source])
-        epoch = turn // rows
-        result = np.empty_like(turn)
-        for number in np.unique(epoch):
-            here = epoch == number
-            order = shuffle.key(self.seed, source, int(number))
-            result[here] = shuffle.permute(turn[here] % rows, rows, order)
-        return result
 
-    def _mix_pattern(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        slots = np.arange(_MIX_BLOCK, dtype=np.int64)
-        order = shuffle.permute(slots, _MIX_BLOCK, shuffle.key(self.seed, -1, block))
-        pattern = np.repeat(np.arange(len(self.sources)), self._quota)[order]
-        rank = np.empty(_MIX_BLOCK, dtype=np.int64)
-        for source in range(len(self.sources)):
-            rank[pattern == source] = np.arange(self._quota[source])
-        return pattern, rank
+@dataclass(frozen=True)
+class _Stage:
+    """A stage's place in the order: its first batch, and the mixture from sample `samples` on."""
 
-    def batch(self, b: int, rank: int, world: int, micro_batch: int) -> list[Batch]:
-        """Rank's micro-batches of global batch b: tensors of shape [micro_batch, T] (see `Row`).
+    data: StageData
+    first: int
+    seq_len: int
+    numbers: list[int]
+    mixture: Mixture
+    samples: int
+    legs: list[Leg]
 
-        The global batch's samples are dealt to accumulation steps, then ranks, then rows. Each micro-batch
-        also has `sample_ids` int64 [B]: the row's number among all sources' rows of the split.
-        """
-        accumulation, rest = divmod(self.global_batch, world * micro_batch)
-        if rest:
-            raise ValueError(
-                f"global_batch {self.global_batch} does not divide over {world} ranks x micro_batch "
-                f"{micro_batch}; choose a micro_batch and rank count whose product divides it"
-            )
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not one of {world} ranks")
-        if b < 0:
-            raise ValueError(f"batch number {b} is negative")
-        source, row = self.samples(b * self.global_batch, self.global_batch)
-        mine = np.arange(self.global_batch).reshape(accumulation, world, micro_batch)[:, rank]
-        return [self._rows(source[part], row[part]) for part in mine]
+    def draw(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, which turn of it in this stage) of the stage's samples first .. first+count-1 (int64)."""
+        source, turn = self.mixture.draw(self.samples + first + np.arange(count, dtype=np.int64))
+        return source, turn - self.mixture.taken(self.samples)[source]
 
-    def _rows(self, source: np.ndarray, row: np.ndarray) -> Batch:
-        numbers = np.empty_like(row)
-        for index in np.unique(source):
-            numbers[source == index] = self.sources[index].sequence_numbers(row[source == index])
-        cut = [
-            self.sources[index].sequence(number)
-            for index, number in zip(source.tolist(), numbers.tolist(), strict=True)
-        ]
-        return stack_rows(cut, self._bases[source] + row, self.across_documents)
-
-    def iterate(
-        self, start: int, rank: int, world: int, micro_batch: int, *, workers: int = 1, prefetch: int = 4
-    ) -> PrefetchIterator:
-        """Batches start, start+1, ... without end, read ahead by `workers` threads (0: read when asked)."""
-        return PrefetchIterator(self, start, rank, world, micro_batch, workers, prefetch)
-
-
-class PrefetchIterator:
-    """Yields `GlobalBatches.batch(b, ...)` for b = start, start+1, ...; `next_batch` is its whole state.
-
-    `waited_s` sums the seconds that the consumer waited for data. Close it (or use it as a context manager)
-    to stop the threads.
-    """
-
-    def __init__(
-        self,
-        batches: GlobalBatches,
-        start: int,
-        rank: int,
-        world: int,
-        micro_batch: int,
-        workers: int,
-        prefetch: int,
-    ) -> None:
-        self.next_batch = start
-        self.waited_s = 0.0
-        self._read = lambda b: batches.batch(b, rank, world, micro_batch)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="wm_ds-data") if workers else None
-        self._ahead = max(prefetch, workers, 1)
-        self._pending: deque[Future[list[Batch]]] = deque()
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        return self
-
-    def __next__(self) -> list[Batch]:
-        """The next batch. After an error the state is what it was: the next call tries the same batch."""
-        begin = time.perf_counter()
-        if self._pool is None:
-            batch = self._read(self.next_batch)
-        else:
-            while len(self._pending) <= self._ahead:
-                self._pending.append(self._pool.submit(self._read, self.next_batch + len(self._pending)))
-            try:
-                batch = self._pending[0].result()
-            except BaseException:
-                for future in self._pending:
-                    future.cancel()
-                self._pending.clear()
-                raise
-            self._pending.popleft()
-        self.waited_s += time.perf_counter() - begin
-        self.next_batch += 1
-        return batch
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pending.clear()
-
-    def __enter__(self) -> PrefetchIterator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def rows_by_source(self, steps: int) -> list[int]:
+        """Rows that the stage's first `steps` batches draw from each source."""
+        end = self.samples + steps * self.data.global_batch
+        return (self.mixture.taken(end) - self.mixture.taken(self.samples)).tolist()
 
 
 def _weighted(sources: Source | Sequence[Any]) -> list[tuple[Source, float]]:
@@ -232,7 +305,7 @@ def _weighted(sources: Source | Sequence[Any]) -> list[tuple[Source, float]]:
     return pairs
 
 
-def _check_compatible(sources: Sequence[PackedSequences]) -> None:
+def _check_split(sources: Sequence[PackedSequences]) -> None:
     first = sources[0]
     for source in sources:
         if not len(source):
@@ -241,29 +314,54 @@ def _check_compatible(sources: Sequence[PackedSequences]) -> None:
             raise shards.ShardError(
                 f"{source.path} is split {source.split!r}, {first.path} is {first.split!r}"
             )
+
+
+def _common_length(sources: Sequence[PackedSequences], stage: StageData) -> int:
+    """The length that all sources were packed with."""
+    first, where = sources[0], f"{stage.name}: " if stage.name else ""
+    for source in sources:
         if source.seq_len != first.seq_len:
             raise shards.ShardError(
-                f"{source.path} has sequences of {source.seq_len}, {first.path} of {first.seq_len}; "
-                f"pack both with the same --seq-len to mix them"
+                f"{where}{source.path} has sequences of {source.seq_len}, {first.path} of {first.seq_len}; "
+                f"pack both with the same --seq-len to mix them, or give seq_len"
             )
+    if stage.packed is not None and first.seq_len != stage.packed:
+        raise shards.ShardError(
+            f"{where}{first.path} has sequences of {first.seq_len}, data.train of {stage.packed}; give the "
+            "stage a seq_len"
+        )
+    return first.seq_len
+
+
+def _check_length(source: PackedSequences, length: int, name: str) -> None:
+    """Refuse rows that are no parts of the source's units; both lengths are named."""
+    where = f"{name}: " if name else ""
+    align = source.manifest["align"]
+    if length % align:
+        raise shards.ShardError(
+            f"{where}rows of {length} tokens are no multiple of {align}, to which documents in {source.path} "
+            "are aligned (--align)"
+        )
+    if source.seq_len % length == 0:
+        return
+    if length % source.packed_len == 0:
+        raise shards.ShardError(
+            f"{where}{source.path} has been read in rows of {source.seq_len} tokens and parts of them so "
+            f"far, and cannot go on in rows of {length}: pack it with --seq-len {length} and give earlier "
+            "stages a shorter seq_len"
+        )
+    raise shards.ShardError(
+        f"{where}{source.path} was packed in rows of {source.packed_len} tokens, and rows of {length} are "
+        "neither a part nor a multiple of them"
+    )
+
+
+def _check_tokenizers(sources: Sequence[PackedSequences]) -> None:
+    first = sources[0]
+    for source in sources:
         if source.manifest["tokenizer"]["sha256"] != first.manifest["tokenizer"]["sha256"]:
             raise shards.ShardError(
                 f"{source.path} was packed with tokenizer {source.manifest['tokenizer']['name']!r}, "
                 f"{first.path} with {first.manifest['tokenizer']['name']!r} (their sha256 differ): "
                 f"the same id would mean different text"
             )
-
-
-def _apportion(weights: Sequence[float]) -> np.ndarray:
-    """Slots of a mixing block for each source, by largest remainder: int64, summing to the block's size."""
-    exact = np.array(weights, dtype=np.float64) / sum(weights) * _MIX_BLOCK
-    quota = np.floor(exact).astype(np.int64)
-    for index in np.argsort(quota - exact, kind="stable")[: _MIX_BLOCK - int(quota.sum())]:
-        quota[index] += 1
-    if quota.min() < 1:
-        smallest = min(weights)
-        raise ValueError(
-            f"weight {smallest} is less than 1/{_MIX_BLOCK} of the total {sum(weights)}: its source would "
-            f"never be drawn"
-        )
-    return quota

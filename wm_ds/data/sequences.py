@@ -12,6 +12,7 @@ Legend: B rows of a micro-batch, T positions of a row.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -48,15 +49,21 @@ class PackedSequences:
     """The rows of one split of a packed folder, memory-mapped.
 
     `sequences[i]` is a `Row`, 0 <= i < len(sequences), in the pack's shuffled order.
-    Raises shards.ShardError for a folder that is unfinished, damaged or of another format, and for a split
-    that it does not have.
+    seq_len: tokens of a row, those that the folder was packed with or, for training, a multiple of them. Rows
+        that are held out are filler in longer ones; these come in the stream's order.
+    Raises shards.ShardError for a folder that is unfinished, damaged or of another format, for a split that
+    it does not have, and for a row length that its rows do not go into.
     """
 
-    def __init__(self, path: str | os.PathLike[str], split: str = "train") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], split: str = "train", seq_len: int | None = None
+    ) -> None:
         self.path = Path(path)
         self.split = split
         self.manifest: dict[str, Any] = shards.load_manifest(path)
-        self.seq_len: int = self.manifest["seq_len"]
+        self.packed_len: int = self.manifest["seq_len"]
+        self.seq_len: int = seq_len or self.packed_len
+        self._is_view = self.seq_len != self.packed_len
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eos_id: int = self.manifest["eos_id"]
         self.sequences: int = self.manifest["sequences"]
@@ -75,6 +82,8 @@ class PackedSequences:
         else:
             raise shards.ShardError(f"unknown split {split!r} of {path}; it has 'train' and 'holdout'")
         self._spans = held_out.read_spans(self.path, self.manifest)[: None if split == "train" else 0]
+        if self._is_view:
+            self._view_longer_rows()
         self._skipped = self._left_out_indices()
         self._count -= self._skipped.size
         for (
@@ -82,8 +91,25 @@ class PackedSequences:
         ) in self._records:  # sizes now, so that a cut file is an error at start and not at step 9000
             self._check_size(record)
 
+    def _view_longer_rows(self) -> None:
+        """Cut the stream into longer rows than it was packed in."""
+        if self.split != "train" or self.seq_len % self.packed_len:
+            raise shards.ShardError(
+                f"{self.path} was packed in rows of {self.packed_len} tokens: its split {self.split!r} has "
+                f"no rows of {self.seq_len}"
+            )
+        rows = self.sequences * self.packed_len / self.seq_len
+        self.sequences = math.floor(rows) if self.manifest["tail"] == "drop" else math.ceil(rows)
+        self._first, self._count = 0, self.sequences
+        self._spans = held_out.with_held_out_rows(self._spans, self.manifest)
+        if not self.sequences:
+            raise shards.ShardError(f"{self.path} has not one row of {self.seq_len} tokens")
+
     def _left_out_indices(self) -> np.ndarray:
-        """Where rows without data stand in the shuffled order (int64, sorted)."""
+        """Where rows without data stand in the split's order (int64, sorted)."""
+        if self._is_view:
+            rows = held_out.rows_inside(self._spans, self.manifest, self.seq_len)
+            return rows[rows < self.sequences]
         rows = (
             held_out.rows_without_data(self._spans, self.manifest) if self._spans.size else self._spans[:, 0]
         )
@@ -116,6 +142,8 @@ class PackedSequences:
             raise IndexError(f"indices outside 0 .. {self._count - 1} in split {self.split!r} of {self.path}")
         before = self._skipped - np.arange(self._skipped.size)  # rows of this split in front of each
         indices = indices + np.searchsorted(before, indices, side="right")
+        if self._is_view:
+            return indices
         return shuffle.permute(indices + self._first, self.sequences, self.manifest["shuffle_seed"])
 
     def sequence(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,22 +151,26 @@ class PackedSequences:
 
         In split "train", documents that are held out are filler.
         """
-        start, stop = number * self.seq_len, (number + 1) * self.seq_len
-        ids_T = np.full(self.seq_len, self.manifest["filler_id"], dtype=np.int64)
-        documents_T = np.full(self.seq_len, -1, dtype=np.int32)
+        return self.cut(number * self.seq_len, self.seq_len)
+
+    def cut(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same of `length` positions of the stream from `start` on, which need not be a row's."""
+        first, stop = start, start + length
+        ids_T = np.full(length, self.manifest["filler_id"], dtype=np.int64)
+        documents_T = np.full(length, -1, dtype=np.int32)
         documents = 0
         shard = int(np.searchsorted(self._stops, start, side="right"))
         while shard < len(self._records) and start < stop:
             shard_start = int(self._stops[shard]) - self._records[shard]["length"]
             shard_stop = min(stop, int(self._stops[shard]))
-            row = start - number * self.seq_len
+            row = start - first
             tokens, ends = self._shard(shard)
             piece = tokens[start - shard_start : shard_stop - shard_start]
             ids_T[row : row + piece.size] = piece
             starts, stops = shards.document_spans(
                 ends, start - shard_start, shard_stop - shard_start, self.manifest["align"]
             )
-            shift = shard_start - number * self.seq_len
+            shift = shard_start - first
             lengths = stops - starts
             positions = np.arange(lengths.sum()) + np.repeat(
                 starts + shift - (np.cumsum(lengths) - lengths), lengths
@@ -146,20 +178,26 @@ class PackedSequences:
             documents_T[positions] = np.repeat(np.arange(documents, documents + lengths.size), lengths)
             documents += lengths.size
             start, shard = shard_stop, shard + 1
-        self._hide_spans(number, ids_T, documents_T)
+        self._hide_spans(first, ids_T, documents_T)
         return ids_T, documents_T
 
-    def _hide_spans(self, number: int, ids_T: np.ndarray, documents_T: np.ndarray) -> None:
-        start = number * self.seq_len
+    def hide(self, hidden_T: np.ndarray, ids_T: np.ndarray, documents_T: np.ndarray) -> None:
+        """Turn positions of a row into filler, in place. What a document has behind them is another one."""
+        ids_T[hidden_T] = self.manifest["filler_id"]
+        documents_T[hidden_T] = -1
+        shown = documents_T >= 0
+        begins = shown & (np.diff(documents_T, prepend=-1) != 0)
+        documents_T[shown] = np.cumsum(begins)[shown] - 1
+
+    def _hide_spans(self, start: int, ids_T: np.ndarray, documents_T: np.ndarray) -> None:
         first = int(np.searchsorted(self._spans[:, 1], start, side="right"))
-        last = int(np.searchsorted(self._spans[:, 0], start + self.seq_len, side="left"))
+        last = int(np.searchsorted(self._spans[:, 0], start + ids_T.size, side="left"))
         if first == last:
             return
+        hidden_T = np.zeros(ids_T.size, dtype=bool)
         for low, high in (self._spans[first:last] - start).tolist():
-            ids_T[max(low, 0) : high] = self.manifest["filler_id"]
-            documents_T[max(low, 0) : high] = -1
-        shown = documents_T >= 0
-        documents_T[shown] = np.unique(documents_T[shown], return_inverse=True)[1]
+            hidden_T[max(low, 0) : high] = True
+        self.hide(hidden_T, ids_T, documents_T)
 
     def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         arrays = self._open.get(index)

@@ -64,6 +64,19 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+# -- the batch
+
+
+def set_batch(engine: Any, micro_batch: int, accumulation: int) -> None:
+    """Sequences of a micro-batch, and micro-batches of a step, from the next step on."""
+    ranks = engine.dp_world_size
+    engine.set_train_micro_batch_size(micro_batch)
+    engine.set_train_batch_size(micro_batch * accumulation * ranks)
+    engine.micro_steps = 0  # of which a step's end is told by division
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = accumulation
+
+
 # -- the optimizer and its masters
 
 

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wm_ds.config import load as configuration
-from wm_ds.config.schema import Config
+from wm_ds.config.schema import PASSES, Config, Stage
+from wm_ds.config.stages import PlannedStage, effective, plan, rate_schedule
 from wm_ds.distributed import deepspeed_internals, process_group
 from wm_ds.distributed.process_group import Clock, World
 from wm_ds.engine import zero3
@@ -46,8 +46,9 @@ from wm_ds.engine.init_weights import place
 from wm_ds.engine.loss import IGNORE, TokenLoss
 from wm_ds.engine.sequence_parallel import SequenceShard
 from wm_ds.errors import WmError
-from wm_ds.families import family_of
+from wm_ds.families import family_of, model_config
 from wm_ds.model.shard import ALL, Shard
+from wm_ds.optim.freeze import Freeze, check_freeze
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.muon import MuonAdamW, Settings
 from wm_ds.optim.partition import fragments, masters, parameter_names
@@ -102,6 +103,10 @@ class Engine:
         self.shard = shard
         self.stage = int(ds.zero_optimization_stage())
         self.sums_own = sums_own_gradients(config, self.stage, accumulation)
+        self.planned: PlannedStage | None = None
+        """The run's stage at hand, once one is entered."""
+        self.lr_factor = 1.0
+        self.freeze: Freeze | None = None
         self.steps = 0
         """Steps taken, skipped ones included: the data's cursor and the learning rate's argument."""
         self.tokens = 0
@@ -121,6 +126,36 @@ class Engine:
     def data_rank(self) -> tuple[int, int]:
         """(this rank's number, how many) among the ranks that work on different sequences."""
         return self.world.rank // self.shard.ranks, self.world.size // self.shard.ranks
+
+    def enter(self, stage: PlannedStage) -> None:
+        """Go on as a stage of the run says: its passes, batch, frozen parameters and learning rate.
+
+        At the border of two stages that differ in what they train on, a spike is told from the losses of the
+        new one only. All ranks alike.
+        """
+        config = stage.config
+        once = self.clips_locally or self.sums_own
+        self.accumulation = config.accumulation(self.world.size)
+        deepspeed_internals.set_batch(self.ds, config.batch.micro_batch, 1 if once else self.accumulation)
+        self.lr_factor = stage.lr_factor
+        if self.freeze is not None:
+            self.freeze.set(config.freeze)
+        before, self.planned = self.planned, stage
+        self._set_passes(config)
+        if before is not None and self.steps + 1 == stage.first and _loss_of(before) != _loss_of(stage):
+            self.loss_mean = self.loss_var = 0.0
+            self.loss_count = 0
+
+    def _set_passes(self, config: Config) -> None:
+        hf = self.lm.config
+        new = model_config(config.model, vocab_size=hf.vocab_size, seq_len=1, eos_id=None)
+        changed = {
+            name: getattr(new, name) for name in PASSES if getattr(new, name, None) != getattr(hf, name, None)
+        }
+        for name, value in changed.items():
+            setattr(hf, name, value)
+        if changed:
+            self.traces.forget()
 
     def _own_labels(self, micro_batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The micro-batches with the labels of this rank's positions only; all else stays whole."""
@@ -160,7 +195,7 @@ class Engine:
             grad_norm = math.sqrt(norm_total / self.world.size if self.stage == 0 else norm_total)
             scale = min(1.0, self.clip / (grad_norm + CLIP_EPS)) if self.clip > 0 else 1.0
         reason, spike = self._judge(loss, grad_norm, tokens)
-        lr = learning_rate(self.steps + 1, self.rate)
+        lr = learning_rate(self.steps + 1, self.rate) * self.lr_factor
         self.optimizer.set_lr(lr)
         self.optimizer.skip, self.optimizer.grad_scale = reason is not None, scale
         with clock.of("optimizer"):
@@ -360,6 +395,12 @@ def _squared_norm(tensors: list[Tensor]) -> float:
     return float(torch.stack([n.double() for n in norms]).square().sum())
 
 
+def _loss_of(stage: PlannedStage) -> list[Any]:
+    """What the loss's level depends on."""
+    passes = [getattr(stage.config.model, name) for name in PASSES]
+    return [passes, stage.config.data.sources(), stage.seq_len]
+
+
 # Construction
 
 
@@ -375,16 +416,20 @@ def build(
 
     `lm` is equal on all ranks: fp32 on the CPU; or on the meta device with the `values` of its parameters,
     which are then placed one by one (init_weights.py). `json`: the checked content of the run's DeepSpeed
-    file (config/deepspeed_json.py). Raises ConfigError where the global batch does not divide over the ranks.
+    file (config/deepspeed_json.py). Raises ConfigError where a stage's global batch does not divide over the
+    ranks. The engine does what the run says without its stages, until it enters one.
     """
     import deepspeed
 
-    accumulation = config.accumulation(world.size)
+    # One engine serves all stages of a run: it is built for the one that accumulates most.
+    stages = [effective(config, stage) for stage in config.stages or [Stage()]]
+    accumulation = max(stage.accumulation(world.size) for stage in stages)
     shard: Shard = ALL
     if config.sequence_parallel > 1:
         shard = SequenceShard(world, config.sequence_parallel, config.run.timeout_minutes)
         lm.model.shard = shard
     table = table_for(config, lm)
+    check_freeze(config, [row.name for row in table])
     full = deepspeed_config(config, json, accumulation, zero3.parameter_shapes(lm), world.size)
     if values is not None:
         place(lm, values, full, world.device)
@@ -402,5 +447,9 @@ def build(
             ds.module.head_loss, ds.module.lm.get_output_embeddings().weight
         )
     optimizer.attach(masters(ds), fragments(ds), world.device)
-    rate = RateSchedule(**configuration.rate_schedule(config, seq_len))
-    return Engine(ds, optimizer, world, config, rate, accumulation, shard)
+    alone = plan(effective(config, Stage()), seq_len)
+    rate = RateSchedule(**rate_schedule(alone))
+    engine = Engine(ds, optimizer, world, config, rate, accumulation, shard)
+    engine.freeze = Freeze(ds.module, optimizer)
+    engine.enter(alone.at(1))
+    return engine

@@ -93,6 +93,16 @@ class Traces:
         self._ds = ds
         self._kept: dict[object, tuple] = {}
 
+    def forget(self) -> None:
+        """Training goes on with other passes: its next step records a new trace."""
+        if self._ds.zero_optimization_stage() != 3:
+            return
+        coordinator = deepspeed_internals.coordinator(self._ds)
+        mode, modules, _ = deepspeed_internals.trace(coordinator)
+        if modules:
+            coordinator.reset_step()
+        deepspeed_internals.set_trace(coordinator, (type(mode).INVALID, [], []))
+
     @contextlib.contextmanager
     def of(self, kind: object) -> Iterator[None]:
         """Forwards inside are a kind of their own; the training trace is back afterwards."""

@@ -104,6 +104,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
         "weights averaged over": _averaged(facts.get("averaged")),
         "tokens": None if facts["tokens"] is None else f"{facts['tokens']:,}",
         "batch": f"{batch['global_batch']} sequences of {data['seq_len']} tokens",
+        "stages before": _stages(facts.get("stages", [])[:-1]),
         "data": _data(data),
         "optimizer": f"{optim['name']}, peak learning rate {optim['lr']:g}, {optim['schedule']} schedule",
         "precision": facts["config"]["precision"],
@@ -158,6 +159,16 @@ def _shape(config: Any) -> dict[str, Any]:
     if family_of(config).has_pool:
         names += ["num_kv_channels", "router_stride", "router_init"]
     return {name: getattr(config, name) for name in names}
+
+
+def _stages(before: list[dict[str, Any]]) -> str | None:
+    """What the run did before its last stage, which the other lines are of."""
+    if not before:
+        return None
+    return "; ".join(
+        f"steps {stage['first']} to {stage['last']}: {stage['global_batch']} sequences of {stage['seq_len']}"
+        for stage in before
+    )
 
 
 def _data(data: dict[str, Any]) -> str | None:

@@ -96,6 +96,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skip = True
         self.grad_scale = 1.0
         self._exchanges: dict[int, list[Exchange]] = {}
+        self._fragments: list[Fragment] = []
+        self._updated: dict[int, list[slice]] = {}
 
     def attach(self, masters: list[Master], fragments: list[Fragment], device: torch.device) -> None:
         """Create the state and plan the exchanges. Collective: every rank calls it, with its own pieces.
@@ -103,7 +105,7 @@ class MuonAdamW(torch.optim.Optimizer):
         `masters` and `fragments` come from partition.py. `device` is where matrices travel and are
         orthogonalised (the accelerator, also when states are offloaded).
         """
-        self._device = device
+        self._device, self._fragments = device, fragments
         for master in masters:
             names = STATE[self.param_groups[master.group]["rule"]]
             for name in names:
@@ -116,6 +118,24 @@ class MuonAdamW(torch.optim.Optimizer):
                 rows = (self.table[name] for name in master.names)
                 self._exchanges[id(master.tensor)] = planner.exchanges(rows)
         self.skip = False
+
+    def freeze(self, names: set[str]) -> None:
+        """From now on leave these parameters and their state as they are; their gradients must be zero."""
+        self._updated = {}
+        for fragment in sorted(self._fragments, key=lambda f: f.offset):
+            if fragment.name not in names:
+                continue
+            key, size = id(fragment.master), fragment.stop - fragment.start
+            *before, rest = self._updated.get(key, [slice(0, fragment.master.numel())])
+            parts = [slice(rest.start, fragment.offset), slice(fragment.offset + size, rest.stop)]
+            self._updated[key] = [*before, *parts]
+
+    def _parts(self, master: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of tensors like `master` on what is not frozen of it; the tensors themselves where all is."""
+        if id(master) not in self._updated:
+            return [tensors]
+        ranges = (part for part in self._updated[id(master)] if part.stop > part.start)
+        return [tuple(tensor.reshape(-1)[part] for tensor in tensors) for part in ranges]
 
     def set_lr(self, lr: float) -> None:
         """Learning rate of every group, for the coming step."""
@@ -141,16 +161,20 @@ class MuonAdamW(torch.optim.Optimizer):
                     self._muon(master, group)
 
     def _adamw(self, masters: list[Tensor], group: dict) -> None:
-        if not masters:
+        parts: list[tuple[Tensor, ...]] = []
+        for p in masters:
+            grad = p.grad if self.grad_scale == 1.0 else p.grad * self.grad_scale  # type: ignore[operator]
+            state = self.state[p]
+            parts += self._parts(p, p, grad, state["exp_avg"], state["exp_avg_sq"])  # type: ignore[arg-type]
+        if not parts:
             return
-        state = [self.state[p] for p in masters]
-        counts = [torch.tensor(float(group["step"])) for _ in masters]  # adamw adds 1 itself
-        grads = [p.grad if self.grad_scale == 1.0 else p.grad * self.grad_scale for p in masters]
+        weights, grads, averages, squares = (list(tensors) for tensors in zip(*parts, strict=True))
+        counts = [torch.tensor(float(group["step"])) for _ in weights]  # adamw adds 1 itself
         adamw(
-            masters,
+            weights,
             grads,
-            [s["exp_avg"] for s in state],
-            [s["exp_avg_sq"] for s in state],
+            averages,
+            squares,
             [],
             counts,
             foreach=None,
@@ -172,12 +196,14 @@ class MuonAdamW(torch.optim.Optimizer):
             .contiguous()
         )
         momentum = self.settings.momentum
-        buffer.lerp_(grad, 1.0 - momentum)
+        for mean, new in self._parts(master, buffer, grad):
+            mean.lerp_(new, 1.0 - momentum)
         update = grad.lerp(buffer, momentum)  # Nesterov
         for exchange in self._exchanges[id(master)]:
             exchange.apply(update, self._device, self._orthogonalized)
-        master.mul_(1.0 - group["lr"] * group["weight_decay"])
-        master.add_(update, alpha=-group["lr"])
+        for weight, step in self._parts(master, master, update):
+            weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+            weight.add_(step, alpha=-group["lr"])
 
     def _orthogonalized(self, matrix: Tensor, scale: float) -> Tensor:
         return orthogonalize(matrix, self.settings.ns_steps, self.settings.ns_dtype).mul_(scale)

@@ -8,39 +8,42 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from wm_ds.config import load as configuration
-from wm_ds.config.schema import Config, ConfigError, Source
+from wm_ds.config.schema import PASSES, Config, ConfigError
+from wm_ds.config.stages import Plan
+from wm_ds.config.stages import plan as plan_of
 from wm_ds.distributed.process_group import World
 from wm_ds.files import write_atomically, write_json
 from wm_ds.run.ancestry import HISTORY
+from wm_ds.run.trained_with import OF_DATA, Content, Record, changes, refusals
+from wm_ds.run.trained_with import record as record_of
 
-# What makes a run the run that it is: a start that differs here would continue something else.
-IDENTITY = ("model", "run.seed", "run.branch_from", "batch.global_batch")
+# What makes a run the run that it is, at every step: a start that differs here would continue something else.
+IDENTITY = ("model", "run.seed", "run.branch_from")
+# What of these may change with a stage, and is compared for the steps that have been taken (trained_with.py).
+STAGED = tuple(f"model.{name}" for name in PASSES)
 # What of these a branch may choose for itself: how the passes run, which no weight depends on.
-OF_A_BRANCH = (
-    "run.branch_from",
-    *(f"model.{name}" for name in ("schedule", "chunk_size", "relaxation", "num_groups", "attention")),
-    *(f"model.{name}" for name in ("no_grad_passes", "grad_passes", "prefill_passes", "prefill_groups")),
+OF_A_BRANCH = ("run.branch_from", "model.attention", "model.prefill_passes", "model.prefill_groups")
+# What only says where and how often, and may change without a word, or is said in other words.
+QUIET = (
+    *("run.dir", "run.timeout_minutes", "run.time_limit_minutes"),
+    *("log", "checkpoint", "evaluate", "data", "stages"),
 )
-# What only says where and how often, and may change without a word. The data is compared by its content.
-QUIET = ("run.dir", "run.timeout_minutes", "run.time_limit_minutes", "log", "checkpoint", "evaluate", "data")
 CONFIG = "config.yaml"
 
-# The content of the packed data at a path, as a checksum; None where there is none.
-Content = Callable[[str], str | None]
 
-
-def check(config: Config, content: Content) -> list[str]:
-    """Check that the run's directory is new or holds this run; changes nothing. Rank 0 only.
+def check(plan: Plan, step: int, content: Content) -> list[str]:
+    """Check that the run's directory is new or holds this run, at `step`; changes nothing. Rank 0 only.
 
     Returns what changed since the last start, one line each. Raises ConfigError naming what differs where the
-    directory holds another run, or is not one of ours.
+    directory holds another run, where steps that it has taken would be others now, or where it is not one of
+    ours.
     """
+    config = plan.config
     folder = Path(config.run.dir)
     before = recorded(folder)
     if before is None:
@@ -49,45 +52,47 @@ def check(config: Config, content: Content) -> list[str]:
                 f"{folder} exists and is no run directory (no config.yaml): give another run.dir"
             )
         return []
-    fatal, notes = _compare(before, config, IDENTITY)
-    fatal += _other_data(before, config, history(folder), content)
+    fatal, notes = _compare(before, config)
+    known, now = trained(folder, plan, content), record_of(plan, content)
+    # A run that has begun has begun its first stage, whether or not a checkpoint has been saved.
+    fatal += refusals(known, now, max(step, 1))
     if fatal:
-        raise ConfigError(
-            f"{folder} holds another run: {'; '.join(fatal)}; give another run.dir, or remove the directory"
-        )
-    return notes
+        remedy = "give another run.dir, or remove the directory"
+        if step > 0 and (plan.staged or before.stages):
+            remedy = f"what is past stays as it was: change only what comes after step {step}, or {remedy}"
+        raise ConfigError(f"{folder} holds another run: {'; '.join(fatal)}; {remedy}")
+    return notes + [line for line in changes(known, now, step) if plan.staged or before.stages]
 
 
-def check_branch(ancestor: Path, config: Config, content: Content) -> list[str]:
-    """Check that a run can begin with a checkpoint of the run in `ancestor`; changes nothing. Rank 0 only.
+def check_branch(ancestor: Path, plan: Plan, step: int, content: Content) -> list[str]:
+    """Check that a run can begin with the checkpoint of `step` of the run in `ancestor`; changes nothing.
 
     Returns what the branch does otherwise, one line each. Raises ConfigError naming what differs where it is
-    another model, or another order of the data.
+    another model, or where the steps up to the branch have had other data: its place in the data follows from
+    them.
     """
+    said = f"run.branch_from = {plan.config.run.branch_from}"
     before = recorded(ancestor)
     if before is None:
-        raise ConfigError(
-            f"run.branch_from = {config.run.branch_from}: {ancestor} is no run directory (no {CONFIG})"
-        )
-    fatal, notes = _compare(before, config, IDENTITY, OF_A_BRANCH)
-    fatal += _other_data(before, config, history(ancestor), content)
+        raise ConfigError(f"{said}: {ancestor} is no run directory (no {CONFIG})")
+    fatal, notes = _compare(before, plan.config, OF_A_BRANCH)
+    known, now = trained(ancestor, plan, content), record_of(plan, content)
+    fatal += refusals(known, now, step, OF_DATA)
     if fatal:
         raise ConfigError(
-            f"run.branch_from = {config.run.branch_from}: {'; '.join(fatal)}; a branch has the model, the "
-            "seed and the data of the run that it begins with"
+            f"{said}: {'; '.join(fatal)}; a branch has the model, the seed and, up to its first step, the "
+            "data of the run that it begins with"
         )
-    return notes
+    return notes + [line for line in changes(known, now, step) if plan.staged or before.stages]
 
 
-def _compare(
-    before: Config, config: Config, fixed: tuple[str, ...], free: tuple[str, ...] = ()
-) -> tuple[list[str], list[str]]:
+def _compare(before: Config, config: Config, free: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
     """What differs and must not, and what differs and is worth a line, each in words."""
     fatal, notes = [], []
     for key, old, new in _differences(before.model_dump(mode="json"), config.model_dump(mode="json")):
         if key == "run.branch_from" and _same_point(before, config):
             continue
-        if _under(key, fixed) and not _under(key, free):
+        if _under(key, IDENTITY) and not _under(key, (*STAGED, *free)):
             fatal.append(f"{key} is {old!r} there and {new!r} here")
         elif not _under(key, (*QUIET, "run.branch_from")):
             notes.append(f"{key}: {old!r} -> {new!r}")
@@ -109,29 +114,6 @@ def _is_foreign(path: Path) -> bool:
     return not path.name.startswith((".", "attempts", "logs"))
 
 
-def _other_data(before: Config, config: Config, known: dict[str, Any], content: Content) -> list[str]:
-    """Training data that is not what the run was trained on so far, by content, each in words."""
-    old, new = before.data.sources(), config.data.sources()
-    if [s.weight for s in old] != [s.weight for s in new]:
-        return [f"data.train is {_shown(old)} there and {_shown(new)} here"]
-    found = []
-    # A run from before contents were recorded: what lies at its paths now is all that can be known.
-    contents = known.get("data") or [content(source.path) for source in old]
-    for source, there, here in zip(old, contents, new, strict=True):
-        if there is None and os.path.realpath(source.path) == os.path.realpath(here.path):
-            continue
-        if there != content(here.path):
-            again = f" (from {source.path})" if source.path != here.path else " (it was packed again since)"
-            found.append(
-                f"data.train: {here.path} holds other rows than the run was trained on so far{again}"
-            )
-    return found
-
-
-def _shown(sources: list[Source]) -> str:
-    return ", ".join(f"{source.path} x {source.weight:g}" for source in sources)
-
-
 def recorded(folder: str | Path) -> Config | None:
     """The run's configuration at its last start, None for a directory that is no run's."""
     known = Path(folder) / CONFIG
@@ -139,9 +121,10 @@ def recorded(folder: str | Path) -> Config | None:
 
 
 def history(folder: str | Path) -> dict[str, Any]:
-    """What the run was trained with so far: `data`, the contents of its sources, `rates`, its learning-rate
-    schedules, each with the step `from` which it held, and `ancestry`, the runs that it descends from
-    (ancestry.py). Empty where nothing is recorded."""
+    """What the run was trained with so far: `stages`, as trained_with.py has them, of all its steps as they
+    were planned last; `changes` of them, each with the attempt that made it; `data`, the contents of the
+    run's own sources; `rates`, its learning-rate schedules, each with the step `from` which it held; and
+    `ancestry`, the runs that it descends from (ancestry.py). Empty where nothing is recorded."""
     path = Path(folder) / HISTORY
     if not path.is_file():
         return {}
@@ -152,6 +135,19 @@ def history(folder: str | Path) -> dict[str, Any]:
             f"{path} is damaged ({error}); remove it, and the run's config.yaml counts instead"
         ) from None
     return found if isinstance(found, dict) else {}
+
+
+def trained(folder: str | Path, plan: Plan, content: Content) -> Record:
+    """What the run in `folder` was trained with, and would have been, as of its last start; [] for no run.
+
+    A run from before stages were recorded had one, as its configuration says.
+    """
+    known, before = history(folder), recorded(folder)
+    if before is None:
+        return []
+    if "stages" in known:
+        return known["stages"]
+    return record_of(plan_of(before, plan.packed), content, known.get("data"))
 
 
 def record(config: Config, deepspeed: dict[str, Any], world: World, known: dict[str, Any]) -> None:

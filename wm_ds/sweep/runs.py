@@ -23,6 +23,7 @@ from typing import Any
 
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import plan
 from wm_ds.data import shards
 from wm_ds.families import model_config
 from wm_ds.plan.flops import training
@@ -96,10 +97,15 @@ def runs_of(sweep: Sweep, path: str | Path) -> list[Run]:
             steps = max(1, round(lengths[arm.equal_flops_to][1] / (per_token * per_step)))
             changed.pop("tokens", None)
             config = _parse(changed | {"steps": steps}, where)
-        steps = config.total_steps(data["seq_len"])
-        flops = per_token * per_step * steps
-        lengths[name] = steps, flops
-        arms[name] = config, _digest(config), steps, steps * per_step, flops
+        found = plan(config, data["seq_len"])
+        flops = sum(
+            _flops_per_token(stage.config, data | {"seq_len": stage.seq_len}, where)
+            * stage.positions
+            * stage.steps
+            for stage in found.stages
+        )
+        lengths[name] = found.total, flops
+        arms[name] = config, _digest(config), found.total, found.tokens, flops
     _refuse_twins({name: found[1] for name, found in arms.items()}, path)
     return [
         _run(sweep, name, seed, arms[name])
