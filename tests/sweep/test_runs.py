@@ -310,7 +310,7 @@ BASE_SIZE = {
         "recompute",
         "steps",
     ),
-    *("dir", "every", "num_kv_channels"),
+    *("dir", "every", "num_kv_channels", "sequences", "compile"),
 }
 
 

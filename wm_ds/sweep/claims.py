@@ -297,6 +297,16 @@ CLAIMS = tuple(
             "−0.3 %",
             versus("main", "lckv_small", "vanilla_L"),
         ),
+        *(
+            ("—", f"{HALF} against {name}, {cache}", NOT_THERE, versus("main", "wm_half", arm))
+            for name, arm, cache in (
+                ("CLA2", "cla2", "the same cache"),
+                ("YOCO", "yoco", "the same cache"),
+                ("FusedKV", "fusedkv", "the same cache"),
+                ("the Feedback Transformer", "feedback_transformer", "which caches one channel"),
+                ("the Recurrent Transformer", "recurrent_transformer", "which caches L channels"),
+            )
+        ),
         ("4.5", f"Training FLOPs, {FULL} against vanilla", "2.50 x", flops("main", "wm_full", "vanilla_L")),
         ("4.5", f"Training FLOPs, {HALF} against vanilla", "2.32 x", flops("main", "wm_half", "vanilla_L")),
         (
