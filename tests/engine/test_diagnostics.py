@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support import tiny
 from wm_ds.distributed.process_group import World
+from wm_ds.engine.compile import compile_blocks
 from wm_ds.engine.diagnostics import observe
 from wm_ds.model import Schedule
 
@@ -95,3 +97,24 @@ def test_statistics_follow_the_tokens_and_leave_no_trace(batch):
 def test_other_models_report_memory_alone(batch):
     lm = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
     assert [*observe(Engine(lm), batch)] == ["peak_memory_gib"]  # type: ignore[arg-type]
+
+
+def test_compiled_blocks_are_not_compiled_again(batch):
+    """Watching a compiled pool once cost eight compilations, after which dynamo ran it uncompiled."""
+    plain = observed(tiny.build(k=3, dtype=torch.float32), batch)
+    lm = tiny.build(k=3, dtype=torch.float32).eval()
+    torch._dynamo.reset()
+    compile_blocks(lm, backend="eager")
+    counters.clear()
+
+    def forward() -> int:
+        with torch.no_grad():
+            lm.model(**batch, schedule=Schedule.cyclic(GROUPS, PASSES))
+        return counters["stats"]["unique_graphs"]
+
+    before = forward()
+    assert before > 0
+    for found in (observed(lm, batch), observed(lm, batch)):
+        for name, entropies in plain["router_entropy"].items():
+            assert found["router_entropy"][name] == pytest.approx(entropies, abs=1e-4)
+    assert forward() == before

@@ -49,7 +49,9 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
         model.measure_residuals = True
         for name, branch in branches.items():
             branch.mixing_weights = watched(name, branch.mixing_weights)
-        engine.evaluate([row])
+        # Compiled code would be compiled again for every number that is added up, and then given up.
+        with torch.compiler.set_stance("force_eager"):
+            engine.evaluate([row])
     finally:
         model.measure_residuals = False
         for branch in branches.values():
