@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import types
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,37 @@ def test_tensorboard_has_the_same_scalars(tmp_path):
     assert found["holdout_loss"] == [(2, 2.75)]
     assert {"grad_norm", "tokens", "tokens_per_s", "step_s", "spike"} <= found.keys()
     assert "step" not in found
+
+
+def test_a_border_of_stages_is_marked_and_work_is_the_stages_own(tmp_path, monkeypatch):
+    """Two steps of 1000 tokens, two of twice as many at half of the FLOPs; a resume says nothing again."""
+    seconds = count()  # every step takes one
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(metrics.process_group, "peak_flops", lambda device: 1e12)
+    changes = {"run__dir": str(tmp_path), "steps": 4, "batch__global_batch": 100}
+    two = [{"until": 2}, {"batch": {"global_batch": 200}}]
+    stages = plan(configuration.parse(changed(**changes, stages=two)), 10)
+    for attempt, begun in ((1, 0), (2, 3)):
+        m = Metrics(stages, attempt=attempt, world=World(0, 0, 2, CPU, "gloo"), begun=begun)
+        m.enter(stages.at(max(1, begun)), Flops(3e6, 4e6) if begun == 0 else Flops(1.5e6, 2e6))
+        m.start()
+        for step in range(begun + 1, 5):
+            if step == 3:
+                m.enter(stages.at(3), Flops(1.5e6, 2e6))
+            m.step(result(step), total_tokens=900 * step, data_s=0.0, extra={})
+        m.close()
+    found = rows(tmp_path)
+    assert [row["stage"] for row in found] == [0, 0, 1, 1, 1]
+    # 3 MFLOP x 1000 tokens, then 1.5 x 2000, on two devices of 1 TFLOP/s
+    assert [row["mfu"] for row in found] == pytest.approx([0.0015] * 5, rel=1e-3)
+    assert [row["step_s"] for row in found[:3]] == [1, 1, 1]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    texts = events.Tensors("border/text_summary")
+    assert [(text.step, text.tensor_proto.string_val[0].decode()) for text in texts] == [
+        (1, "stages.0: steps 1 to 2, 100 x 10 tokens a step"),
+        (3, "stages.1: steps 3 to 4, 200 x 10 tokens a step"),
+    ]
+    assert [event.value for event in events.Scalars("stage")][:4] == [0, 0, 1, 1]
 
 
 def test_steps_that_a_kill_made_void_are_no_points_of_tensorboard(tmp_path):

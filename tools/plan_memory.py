@@ -6,8 +6,9 @@
 
 For every ZeRO stage, recomputation and micro-batch that is sensible: the peak per GPU in GiB by what it is
 spent on, whether it fits, and what a step sends over the network; then a recommendation with the options that
-make it. States are arithmetic; activations come from running the model on meta tensors (memory.py
-and activations.py in wm_ds/plan say how and what is left out). Runs on any machine, without a GPU.
+make it. A run in stages is planned stage by stage; each one's micro-batch goes into that stage. States are
+arithmetic; activations come from running the model on meta tensors (memory.py and activations.py in
+wm_ds/plan say how and what is left out). Runs on any machine, without a GPU.
 
 A node's host memory holds what is offloaded, for all its GPUs; with --host-memory, what needs more does not
 fit. Building needs no whole model there: weights are drawn and placed one by one (engine/init_weights.py).
@@ -59,16 +60,21 @@ def run(argv: list[str] | None = None) -> int:
     from wm_ds.plan.way import recompute_policies
 
     question = Question(**options)
-    run = question.run()
-    found: list[Plan] = []
-    policies = recompute_policies(run.hf)
-    for number, recompute in enumerate(policies, 1):
-        at = f"({number} of {len(policies)})"
-        print(f"measuring activations, recompute = {recompute} {at}", file=sys.stderr, flush=True)
-        found += plans(run, recompute)
-    answer = Answer(question, run, found)
-    print(json.dumps(answer.report(), indent=2) if as_json else table(answer, every=every))
-    return 0 if answer.best is not None else 1
+    answers: dict[str, Answer] = {}
+    for name, run in question.runs().items():
+        found: list[Plan] = []
+        policies = recompute_policies(run.hf)
+        for number, recompute in enumerate(policies, 1):
+            at = f"({number} of {len(policies)}{f', {name}' if name else ''})"
+            print(f"measuring activations, recompute = {recompute} {at}", file=sys.stderr, flush=True)
+            found += plans(run, recompute)
+        answers[name] = Answer(question, run, found)
+        if not as_json:
+            print(f"{name}:" if name else "", table(answers[name], every=every), sep="\n" if name else "")
+    if as_json:
+        reports = {name: answer.report() for name, answer in answers.items()}
+        print(json.dumps(reports.get("", {"stages": list(reports.values())}), indent=2))
+    return 0 if all(answer.best is not None for answer in answers.values()) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python tools/plot_run.py RUN [RUN ...] [--output curves.png] [--x tokens|step]
 
 Panels: loss (training, held out), learning rate, gradient norm, throughput, and for WhiteMatter the residual
-of each pass. Several runs are overlaid; a dotted line marks where a run was resumed. Steps that ran twice,
+of each pass. Several runs are overlaid; a dotted line marks where a run was resumed, a
+dash-dotted one where a stage of it ends. Steps that ran twice,
 because a run was killed after its last checkpoint, are drawn once, as the later attempt had them.
 
 Runs that began with a checkpoint of another one (run.branch_from) are drawn as a family: the ancestor's curve
@@ -124,6 +125,12 @@ def resumed(rows: Rows, x: str) -> list[float]:
     return [before[x] for before, row in pairwise(steps) if row.get("attempt") != before.get("attempt")]
 
 
+def borders(rows: Rows, x: str) -> list[float]:
+    """Where a stage of the run ends."""
+    steps = [row for row in rows if "loss" in row and row.get(x) is not None]
+    return [before[x] for before, row in pairwise(steps) if row.get("stage", 0) != before.get("stage", 0)]
+
+
 def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
     """One series for each pass, from rows with a list of residuals."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -132,6 +139,13 @@ def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
             if isinstance(value, int | float) and value > 0 and row.get(x) is not None:
                 found.setdefault(f"pass {number + 1}", []).append((row[x], value))
     return found
+
+
+def mark(axis: Any, rows: Rows, x: str, color: str) -> None:
+    """Draw lines where the run was resumed and where its stages end."""
+    for places, style in ((resumed(rows, x), ":"), (borders(rows, x), "-.")):
+        for at in places:
+            axis.axvline(at, color=color, linestyle=style, linewidth=1)
 
 
 def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
@@ -160,8 +174,7 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
             points = series(rows, key, x)
             axis.plot(*zip(*points), color=color, linewidth=1, alpha=0.85, label=name)
             axis.set_title(title, fontsize=10)
-            for at in resumed(rows, x):
-                axis.axvline(at, color=color, linestyle=":", linewidth=1)
+            mark(axis, rows, x, color)
         held_out = series(rows, "holdout_loss", x)
         if held_out:
             axes[0].plot(

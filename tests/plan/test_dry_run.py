@@ -15,6 +15,7 @@ from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import build_model, model_config
 from wm_ds.plan.dry_run import dry_run, rows_of
+from wm_ds.plan.flops import training
 from wm_ds.plan.memory import GIB, configured
 from wm_ds.plan.way import Run
 from wm_ds.start import open_data
@@ -84,6 +85,49 @@ def test_its_memory_plan_is_the_planners(data, tmp_path, ranks, deepspeed, chang
         assert plan.parts["parameters"] + plan.parts["gradients"] == expected * parameters
     else:
         assert plan.parts["parameters"] == expected * parameters
+
+
+def test_a_run_in_stages_is_shown_stage_by_stage(capsys, data, tmp_path, ranks):  # noqa: F811
+    """FLOPs, epochs, rate and memory of each, against plans of runs that have no other."""
+    cheap = {"no_grad_passes": 0, "grad_passes": 1}
+    stages = [
+        {"until": 2, "passes": cheap, "seq_len": 8},
+        {"batch": {"global_batch": 8}, "lr_factor": 0.5, "freeze": ["*embed*"]},
+    ]
+    path = run_file(tmp_path, data, stages=stages)
+    assert train.main([str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    schedule = section(shown, "batches and schedule")
+    first, second = schedule.split("stages.1, steps 3 to 6:")
+    assert "stages.0, steps 1 to 2:\n  2 steps of 4 = 64 tokens" in first
+    rows = open_data(configuration.load(path))[1].sources[0]
+    assert f"{data}: 8 of {3 * len(rows):,} training sequences of 8, epochs 0.00 to " in first
+    assert "learning rate 0.005 at step 1, 0.01 at step 2" in first
+    assert "4 steps of 8 = 768 tokens" in second
+    assert f"{data}: 32 of {len(rows):,} training sequences of 24" in second
+    assert "frozen: *embed*" in second
+    assert "2 micro-batches of 2 per rank and step" in second
+    flops = []
+    for own, length in ((cheap, 8), ({}, 24)):
+        hf = model_config(
+            configuration.load(path).model.model_copy(update=own),
+            vocab_size=rows.vocab_size,
+            seq_len=length,
+            eos_id=0,
+        )
+        flops.append(training(hf, length).model)
+    one = model_config(configuration.load(path).model, vocab_size=rows.vocab_size, seq_len=24, eos_id=0)
+    total, alone = flops[0] * 64 + flops[1] * 768, training(one, 24).model * 832
+    assert f"{total:.3g} FLOP for the run; {alone:.3g} for as many tokens in one stage" in second
+    assert "\nstages.0" in section(shown, "states by arithmetic")
+    for step in (1, 2, 3, 4):
+        assert f"step {step}, rank 0: samples" in shown
+    assert train.main([str(path), "--dry-run", "stages=[{until: 2, freeze: [nothing]}, {}]"]) == 2
+    assert "stages.0.freeze: 'nothing' matches no parameter" in capsys.readouterr().err
+    assert train.main([str(path), "--dry-run", "stages=[{until: 2, seq_len: 7}, {}]"]) == 2
+    assert "stages.0: rows of 7 tokens are no multiple of 8" in capsys.readouterr().err
+    assert train.main([str(path), "--dry-run", "stages=[{until: 2, batch: {global_batch: 6}}, {}]"]) == 2
+    assert "stages.0: global_batch 6 does not divide over 2 ranks" in capsys.readouterr().err
 
 
 def test_every_refusal_of_a_start_is_one_of_the_dry_run(capsys, data, tmp_path, ranks):  # noqa: F811

@@ -51,6 +51,24 @@ def test_the_table_names_the_command_to_use(config: str, capsys) -> None:
     assert "batch.micro_batch=" in out
 
 
+def test_a_run_in_stages_is_planned_stage_by_stage(config: str, capsys) -> None:
+    """Each with its own row length, batch and passes: the sizes are those of a run that has no other."""
+    stages = "stages=[{until: 4, passes: {no_grad_passes: 0, grad_passes: 1}}, {seq_len: 64}]"
+    assert main([config, stages, *ARGUMENTS, "--gpu-memory", "1", "--json"]) == 0
+    cheap, long = json.loads(capsys.readouterr().out)["stages"]
+    assert (cheap["length"], long["length"]) == (32, 64)
+    for report, alone in (
+        (cheap, ["model.no_grad_passes=0", "model.grad_passes=1"]),
+        (long, ["data.seq_len=64"]),
+    ):
+        assert main([config, *alone, *ARGUMENTS, "--gpu-memory", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["plans"] == report["plans"]
+    assert main([config, stages, *ARGUMENTS, "--gpu-memory", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "stages.0, steps 1 to 4:\n" in out
+    assert "stages.1, steps 5 to 10:\n" in out
+
+
 def test_nothing_fits(config: str, capsys) -> None:
     assert main([config, *ARGUMENTS, "--gpu-memory", "0.000001"]) == 1
     assert "nothing fits" in capsys.readouterr().out

@@ -14,7 +14,7 @@ def make_run(folder: Path) -> Path:
     rows = []
     for step in range(1, 21):
         row = {"attempt": 1 + (step > 10), "step": step, "tokens": 100 * step, "loss": 5 - step / 10}
-        row |= {"lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 50.0}
+        row |= {"stage": 0 if step < 8 else 1, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 50.0}
         if step == 4:
             row["loss"] = "nan"
         if step % 5 == 0:
@@ -38,6 +38,8 @@ def test_series_and_marks(tmp_path):
     ]
     assert plot_run.resumed(rows, "tokens") == [1000]
     assert plot_run.resumed(rows, "step") == [10]
+    assert plot_run.borders(rows, "tokens") == [700]
+    assert plot_run.borders([{**row, "stage": 0} for row in rows], "step") == []
     assert list(plot_run.residuals(rows, "step")) == ["pass 1", "pass 2", "pass 3"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, ConfigError
+from wm_ds.config.stages import plan as stages_of
 from wm_ds.data.shards import MANIFEST, load_manifest
 from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.families import model_config, on_meta
@@ -48,8 +49,9 @@ class Question:
     length: int | None = None
     vocabulary: int | None = None
 
-    def run(self) -> Run:
-        """The run that is asked about. Raises ConfigError, OptimizerError."""
+    def runs(self) -> dict[str, Run]:
+        """What is asked about, stage by stage, by names for a person; one without a name where the run has no
+        stages. Raises ConfigError, OptimizerError."""
         for name in ("gpus", "nodes", "gpu_memory", "host_memory", "length", "vocabulary"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -57,10 +59,16 @@ class Question:
         if self.gpus % self.nodes:
             raise ConfigError(f"--gpus {self.gpus} do not divide over --nodes {self.nodes}")
         config = load(self.config, self.overrides)
+        length, vocabulary = self.sizes(config)
+        stages = stages_of(config, length)
+        names = [f"{s.name}, steps {s.first} to {s.last}" if stages.staged else "" for s in stages.stages]
+        runs = [self._run(stage.config, stage.seq_len, vocabulary) for stage in stages.stages]
+        return dict(zip(names, runs, strict=True))
+
+    def _run(self, config: Config, length: int, vocabulary: int) -> Run:
         ranks = config.data_ranks(self.gpus)
         if config.batch.global_batch % ranks:
             config.batch.model_copy(update={"micro_batch": 1}).accumulation(ranks)
-        length, vocabulary = self.sizes(config)
         hf = model_config(config.model, vocab_size=vocabulary, seq_len=length, eos_id=None)
         lm = on_meta(hf)
         return Run(config, hf, table_for(config, lm), length, self.gpus)
