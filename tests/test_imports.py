@@ -115,10 +115,11 @@ MAY_IMPORT = {
         *("config", "data", "distributed", "evaluate", "families", "files"),
         *("model", "plan", "run", "trained"),
     },
+    "rollback": {"checkpoint", "config", "data", "engine", "run", "start"},
     "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),
-        *("run", "engine", "checkpoint", "plan", "metrics", "start"),
+        *("run", "engine", "checkpoint", "plan", "metrics", "start", "rollback"),
     },
 }
 

@@ -29,6 +29,7 @@ from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
 from wm_ds.plan.flops import Flops
+from wm_ds.run.metrics_file import read_metrics
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("log_as_before")]
 
@@ -151,6 +152,26 @@ def test_steps_that_a_kill_made_void_are_no_points_of_tensorboard(tmp_path):
     points = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     assert [point.step for point in points] == list(range(1, 31))
     assert [point.value for point in points] == [1.0] * 10 + [2.0] * 20
+
+
+def test_a_rollback_is_one_row_and_takes_tensorboard_back(tmp_path, caplog):
+    m = sink(tmp_path)
+    with caplog.at_level("INFO", "wm_ds"):
+        for step in (1, 2, 3):
+            m.step(result(step, 3.0 + step), total_tokens=900 * step, data_s=0.5, extra={})
+        m.rolled_back(3, 1, (2, 3), 1)
+        m.step(result(2, 2.0), total_tokens=1800, data_s=0.5, extra={"batch": 4})
+        m.close()
+    text = (
+        "step 3: too many spikes in a row; back to the checkpoint of step 1, and batches 2 to 3 of the data"
+    )
+    assert caplog.text.count(text) == 1
+    done = {"at": 3, "batches": [2, 3], "number": 1}
+    assert rows(tmp_path)[3] == {"attempt": 1, "step": 1, "rollback": done}
+    standing = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in standing if "loss" in row] == [4.0, 2.0]
+    points = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(point.step, point.value) for point in points] == [(1, 4.0), (2, 2.0)]
 
 
 def test_tensorboard_can_be_left_out(tmp_path):

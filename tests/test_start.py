@@ -21,6 +21,7 @@ from wm_ds.config import load as configuration
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.config.stages import plan, rate_schedule
 from wm_ds.data import shards
+from wm_ds.data.skip import LeftOut
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import TrainingFailed
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
@@ -381,3 +382,65 @@ def test_the_chain_of_ancestors_is_recorded(long, data, tmp_path):
     assert ancestry.chain(tmp_path / "nowhere") == []
     moved = Path(shutil.move(tmp_path, tmp_path.with_name("moved")))
     assert ancestry.located(chain[0], moved / "x") == moved / "run"
+
+
+# -- batches that are left out
+
+
+def skip(run: Path, data: Path, *spans: tuple[int, int], **changes: Any) -> Config:
+    return a_run(run.parent, data, data__skip=[list(span) for span in spans], **changes)
+
+
+def test_what_is_left_out_may_change_in_the_future_only(tmp_path, data):
+    """At step 10, batches up to 13 are gone: 4 to 6 were left out."""
+    run = tmp_path / "run"
+    accept(skip(run, data, (4, 6)), 0)
+    checkpoint(run, 10)
+    accept(skip(run, data, (4, 6)), 10)
+    for spans in ((), ((4, 5),), ((4, 6), (13, 13)), ((1, 2), (4, 6))):
+        with pytest.raises(ConfigError) as caught:
+            start.check_left_out(skip(run, data, *spans), run, 10)
+        assert f"data.skip is [[4, 6]] in {run} and {[list(span) for span in spans]} here" in str(
+            caught.value
+        )
+        assert "13 batches are consumed there: leave out later ones only" in str(caught.value)
+    later = skip(run, data, (4, 6), (14, 20))
+    assert start.check_left_out(later, run, 10) == ["data.skip: [[4, 6]] -> [[4, 6], [14, 20]]"]
+    assert start.check_left_out(skip(run, data, (4, 4), (5, 6)), run, 10) == [], "the same"
+    accept(later, 10)
+    (change,) = directory.history(run)["changes"]
+    assert change["step"] == 10
+    assert "data.skip: [[4, 6]] -> [[4, 6], [14, 20]]" in change["what"]
+
+
+def test_what_rollbacks_left_out_stays_so_here_and_in_branches(long, data):
+    directory.amend(long, rollbacks=[{"at": 13, "to": 9, "batches": [10, 13], "attempt": 1, "number": 1}])
+    assert start.position(a_run(long.parent, data)).left_out == LeftOut(((10, 13),))
+    config = branch(long, data, data__skip=[[30, 31]])
+    assert start.position(config).left_out == LeftOut(((10, 13), (30, 31)))
+    begin(config)
+    shutil.rmtree(long)
+    checkpoint(Path(config.run.dir), 25)
+    assert start.position(config) == (25, [], LeftOut(((10, 13), (30, 31))))
+    (entry,) = directory.history(config.run.dir)["rollbacks"]
+    assert entry["inherited"], "and is none of its own guard.max_rollbacks"
+
+
+@pytest.mark.parametrize("spans", [[[5, 4]], [[0, 3]], [[3]], [3, 4], [[1, 2, 3]], "3-4", [["a", 4]]])
+def test_spans_that_are_none_are_refused(tmp_path, data, spans):
+    with pytest.raises(ConfigError, match=r"data\.skip") as caught:
+        a_run(tmp_path, data, data__skip=spans)
+    assert "\n" not in str(caught.value)
+
+
+def test_rollbacks_that_cannot_be_are_refused(tmp_path, data):
+    for changes, said in (
+        ({"checkpoint__every": None}, "has no checkpoint to go back to with checkpoint.every = null"),
+        ({"checkpoint__every": 1, "checkpoint__keep_last": 2}, "checkpoint.keep_last = 2; keep 3 or more"),
+        ({"guard__skip_spikes": True, "guard__max_skipped": 3}, "guard.rollback = 3 never comes"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            a_run(tmp_path, data, guard__rollback=3, **changes)
+        assert said in str(caught.value)
+    a_run(tmp_path, data, guard__rollback=3, checkpoint__every=1, checkpoint__keep_last=3)
+    a_run(tmp_path, data, guard__rollback=3, checkpoint__every=2, checkpoint__keep_last=2)

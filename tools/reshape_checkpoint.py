@@ -43,6 +43,7 @@ from wm_ds.checkpoint.directory import (
     LATEST,
     checkpoints_dir,
     describe,
+    go_back,
     latest,
     leftovers,
     list_checkpoints,
@@ -59,7 +60,6 @@ from wm_ds.checkpoint.format import (
 from wm_ds.checkpoint.rewrite import Fragment, write_new
 from wm_ds.distributed import log as terminal
 from wm_ds.errors import run_cli
-from wm_ds.files import write_atomically
 
 log = logging.getLogger("wm_ds.reshape_checkpoint")
 
@@ -122,14 +122,8 @@ def rewind(run_dir: Path, step: int) -> int:
     problems = verify(target)
     if problems:
         raise CheckpointError(f"step {step} cannot be resumed from: {'; '.join(problems)}")
-    listed = list_checkpoints(run_dir)
-    sequence = next(c.sequence for c in listed if c.path == target)
-    for newer in listed:
-        if newer.sequence > sequence or newer.problem is not None:
-            aside = newer.path.with_name(f"set_aside_{newer.path.name}")
-            newer.path.rename(aside)
-            log.info(f"{newer.path.name} is now {aside.name}")
-    write_atomically(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n")
+    for old, new in go_back(run_dir, target):
+        log.info(f"{old} is now {new}")
     print(f"the run resumes from {target}")
     return 0
 

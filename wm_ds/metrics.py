@@ -53,7 +53,7 @@ class Metrics:
         self._tensorboard = self._wandb = self._live = None
         if not self.active:
             return
-        folder = Path(config.run.dir)
+        folder = self._folder = Path(config.run.dir)
         self._path = folder / "metrics.jsonl"
         self._seen_step = last_step(self._path)
         self._file: Any = None
@@ -61,14 +61,7 @@ class Metrics:
         with contextlib.suppress(OSError):  # tried again for each row, which then says so
             self._open()
         if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            try:
-                self._tensorboard = SummaryWriter(
-                    str(folder / "tensorboard"), purge_step=begun + 1 if self._seen_step > begun else None
-                )
-            except OSError as error:
-                log.warning("no TensorBoard in this attempt: %s", describe(error))
+            self._open_tensorboard(begun + 1 if self._seen_step > begun else None)
         if config.log.wandb:
             self._wandb = _open_wandb(config.log.wandb, folder)
         if sys.stdout.isatty():
@@ -180,6 +173,33 @@ class Metrics:
         # An evaluation's time is not a step's.
         if self._times:
             self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
+
+    def rolled_back(self, at: int, to: int, batches: tuple[int, int], number: int) -> None:
+        """After step `at` the run has gone back to step `to` and leaves `batches` out: one row, with which
+        rows of later steps so far are void. `number` counts the rollbacks of the run."""
+        if not self.active:
+            return
+        log.info(
+            "step %d: too many spikes in a row; back to the checkpoint of step %d, and batches %d to %d of "
+            "the data are left out (rollback %d)",
+            *(at, to, *batches, number),
+        )
+        done = {"at": at, "batches": list(batches), "number": number}
+        self._write({"attempt": self.attempt, "step": to, "rollback": done})
+        if self._tensorboard is not None:
+            self._to_tensorboard(to, lambda board: board.close())
+            self._open_tensorboard(purge_step=to + 1)
+        self._begun = min(self._begun, to)
+        self.pause()
+
+    def _open_tensorboard(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge_step)
+        except OSError as error:
+            self._tensorboard = None
+            log.warning("no TensorBoard in this attempt: %s", describe(error))
 
     def pause(self) -> None:
         """Leave what happened since the last step out of the speed (a checkpoint, say)."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from wm_ds import errors
 from wm_ds.checkpoint.directory import (
@@ -29,6 +29,7 @@ from wm_ds.data import shards
 from wm_ds.data.loader import StageData, StagedBatches
 from wm_ds.data.sequences import PackedSequences
 from wm_ds.data.shards import ShardError
+from wm_ds.data.skip import NOTHING, LeftOut, merged
 from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.deepspeed_config import deepspeed_config
@@ -43,22 +44,48 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def position(config: Config) -> tuple[int, Past]:
-    """(step that the run will go on from, ends of the stages that are over there), before anything is built.
+class Position(NamedTuple):
+    """Where a run stands before anything is built: the step that it will go on from, the ends of the stages
+    that are over there, and the batches of its order that it leaves out."""
 
-    (0, []) for a new run, and where `choose` will refuse what is there.
+    step: int
+    past: Past
+    left_out: LeftOut
+
+
+def position(config: Config) -> Position:
+    """Where a start of the run would go on.
+
+    At step 0 for a new run, and where `choose` will refuse what is there. Raises ConfigError for a damaged
+    history.
     """
     try:
         found = latest(config.run.dir)[0]
         begin = _beginning_of(config)
         if found is None and begin is not None:
             found = latest(begin)[0] if checkpoints_dir(begin).is_dir() else begin
-        if found is None:
-            return 0, []
-        step = int(read_manifest(found).run["step"])
+        step = 0 if found is None else int(read_manifest(found).run["step"])
     except (CheckpointError, OSError):
-        return 0, []
-    return step, trained_with.over(directory.history(found.parent.parent).get("stages", []), step)
+        found, step = None, 0
+    if found is None:
+        return Position(0, [], left_out(config, config.run.dir))
+    origin = found.parent.parent
+    over = trained_with.over(directory.history(origin).get("stages", []), step)
+    return Position(step, over, left_out(config, origin))
+
+
+def left_out(config: Config, origin: str | Path) -> LeftOut:
+    """The batches that a run leaves out: by `data.skip`, and by rollbacks of its own and of the run in
+    `origin` that it goes on from."""
+    return merged([*config.data.skip, *(tuple(entry["batches"]) for entry in _rollbacks(config, origin))])
+
+
+def _rollbacks(config: Config, origin: str | Path) -> list[dict[str, Any]]:
+    """As the run's history has them; before it has one, those of the run in `origin`."""
+    own = directory.history(config.run.dir)
+    if own or config.run.branch_from is None:
+        return (own or directory.history(origin)).get("rollbacks", [])
+    return [entry | {"inherited": True} for entry in directory.history(origin).get("rollbacks", [])]
 
 
 def _beginning_of(config: Config) -> Path | None:
@@ -69,20 +96,29 @@ def _beginning_of(config: Config) -> Path | None:
     return None if config.checkpoint.resume is None else Path(config.checkpoint.resume)
 
 
-def open_data(config: Config, past: Past = ()) -> tuple[Plan, StagedBatches, PackedSequences]:
+def open_data(
+    config: Config, past: Past = (), left_out: LeftOut = NOTHING
+) -> tuple[Plan, StagedBatches, PackedSequences]:
     """The run's stages, its training batches and its held-out rows. Raises ShardError or ConfigError.
 
-    `past`: see `position`. Held-out rows keep the length that they were packed with through all stages.
+    `past` and `left_out`: see `Position`. Held-out rows keep the length that they were packed with through
+    all stages.
     """
     first = config.data.sources()[0].path
     stages = plan(config, shards.load_manifest(first)["seq_len"], past)
     rate_schedule(stages)
-    batches = StagedBatches([_data_of(stages, stage) for stage in stages.stages], seed=config.run.seed)
+    batches = open_batches(stages, left_out)
     validate.check_stages(stages, batches.vocab_size, num_groups)
     holdout = PackedSequences(config.data.holdout or first, "holdout")
     if holdout.seq_len != stages.packed:
         raise ConfigError(f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {stages.packed}")
     return stages, batches, holdout
+
+
+def open_batches(stages: Plan, left_out: LeftOut) -> StagedBatches:
+    """The training batches of a run's stages. Raises ShardError."""
+    of_stages = [_data_of(stages, stage) for stage in stages.stages]
+    return StagedBatches(of_stages, seed=stages.config.run.seed, left_out=left_out)
 
 
 def _data_of(stages: Plan, stage: PlannedStage) -> StageData:
@@ -120,6 +156,7 @@ def claim(stages: Plan, step: int, world: World) -> Attempt:
     config = stages.config
     notes = [f"changed since the last start: {note}" for note in directory.check(stages, step, content)]
     notes += check_branch(stages)
+    notes += check_left_out(config, config.run.dir, step)
     attempt = join(config.run.dir, solo=world.size == 1)
     log.info(
         f"{config.run.dir}: attempt {attempt.number}, {world.size} x {world.device.type}, "
@@ -158,7 +195,27 @@ def check_branch(stages: Plan) -> list[str]:
         raise ConfigError(f"{said}: no checkpoint of step {step}; {describe(ancestor)}")
     if found[0].problem is not None:
         raise ConfigError(f"{said}: {found[0].problem}; {describe(ancestor)}")
+    notes += check_left_out(config, ancestor, step)
     return [f"unlike {ancestor}: {note}" for note in notes]
+
+
+def check_left_out(config: Config, origin: str | Path, step: int) -> list[str]:
+    """Refuse a `data.skip` by which steps would have had other batches that the run in `origin` has taken.
+
+    Returns what else it changes, in words.
+    """
+    known = directory.history(origin)
+    if not known or known.get("skip", []) == [list(span) for span in config.data.skip]:
+        return []
+    old, new = merged(known.get("skip", [])), merged(config.data.skip)
+    spans = [tuple(entry["batches"]) for entry in known.get("rollbacks", [])]
+    before, now = (merged([*one.spans, *spans]) for one in (old, new))
+    if before.before(step) != now.before(step):
+        raise ConfigError(
+            f"data.skip is {old} in {origin} and {new} here, by which steps up to {step} would have had "
+            f"other batches; {before.consumed(step)} batches are consumed there: leave out later ones only"
+        )
+    return [f"data.skip: {old} -> {new}"] if old != new else []
 
 
 def content(path: str) -> str | None:
@@ -232,14 +289,23 @@ def accept(
         rates.append({"from": step, **asdict(rate)})
     trained, now = directory.trained(origin, stages, content), trained_with.record(stages, content)
     changed = trained_with.changes(trained, now, step) if trained else []
+    skip, skipped = [list(span) for span in config.data.skip], history.get("skip", [])
+    if own and history and skip != skipped:
+        changed.append(f"data.skip: {skipped} -> {skip}")
     changes = list(history.get("changes", [])) if own else []
     if changed:
         changes.append({"attempt": attempt.number, "step": step, "what": changed})
     known = {"stages": now, "changes": changes}
     full = deepspeed_config(config, json, config.accumulation(world.size), ())
     contents = [content(source.path) for source in config.data.sources()]
-    ancestry = history.get("ancestry", []) if own else descended(origin, step)
-    directory.record(config, full, world, {"data": contents, "rates": rates, "ancestry": ancestry, **known})
+    history = {
+        "data": contents,
+        "rates": rates,
+        "ancestry": history.get("ancestry", []) if own else descended(origin, step),
+        "skip": skip,
+        "rollbacks": _rollbacks(config, origin),
+    }
+    directory.record(config, full, world, history | known)
     return Accepted(rate, known)
 
 

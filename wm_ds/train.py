@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from wm_ds.config.reference import summary
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
     parser().parse_intermixed_args()
 
+from wm_ds import rollback
 from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import Checkpoints
 from wm_ds.checkpoint.writer import SavePolicy
@@ -50,6 +52,7 @@ from wm_ds.config.deepspeed_json import load_deepspeed
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.config.stages import PlannedStage
 from wm_ds.data import shards
+from wm_ds.data.prefetch import PrefetchIterator
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
@@ -70,7 +73,7 @@ from wm_ds.plan.flops import training
 from wm_ds.run.claim import Attempt
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
-from wm_ds.start import accept, check_branch, choose, claim, on_main, open_data, position
+from wm_ds.start import accept, check_branch, choose, claim, on_main, open_batches, open_data, position
 
 log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
@@ -117,8 +120,8 @@ def plan(path: str, overrides: list[str], seq_len: int | None) -> int:
     from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
 
     config, json = load(path, overrides)
-    _, past = position(config)
-    data = assumed_rows(config, seq_len, past) if seq_len else rows_of(*open_data(config, past))
+    _, past, left_out = position(config)
+    data = assumed_rows(config, seq_len, past) if seq_len else rows_of(*open_data(config, past, left_out))
     for note in check_branch(data.stages):
         log.info(note)
     print(dry_run(json, data))
@@ -130,7 +133,7 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
     config, json = load(path, overrides)
     # What the file and the launch contradict is refused before ranks meet and anything is built.
     validate.check_against_launch(config, json, process_group.launch_size()[2])
-    open_data(config, position(config)[1])
+    open_data(config, *position(config)[1:])
     world = process_group.init(config.run.timeout_minutes)
     try:
         train(config, json, world, started, signals)
@@ -157,8 +160,8 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     """
     if config.run.deterministic:
         process_group.make_deterministic()
-    step, past = on_main(world, lambda: position(config))
-    stages, batches, holdout = open_data(config, past)
+    step, past, left_out = on_main(world, lambda: position(config))
+    stages, batches, holdout = open_data(config, past, left_out)
     attempt = on_main(world, lambda: claim(stages, step, world))
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
     limit = config.run.time_limit_minutes
@@ -197,19 +200,23 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
 
     began, reason = engine.steps, stopping.before_the_first_step()
     stage = enter(stages.at(max(1, engine.steps)), None, engine, metrics)
-    with batches.iterate(engine.steps, *engine.data_rank) as stream:
+    with ExitStack() as opened:
+        stream = opened.enter_context(batches.iterate(engine.steps, *engine.data_rank))
         metrics.start()
         while engine.steps < total and reason is None:
             watchdog.beat(engine.steps + 1)
             stage = enter(stages.at(engine.steps + 1), stage, engine, metrics)
-            waited = stream.waited_s
-            micro_batches = next(stream)
-            waited = stream.waited_s - waited
-            result = engine.step(micro_batches)
-            details = {}
-            if due(config.log.details_every, engine.steps, total):
-                details = observe(engine, micro_batches[0])
-            metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details)
+            in_detail = due(config.log.details_every, engine.steps + 1, total)
+            take_step(engine, stream, metrics, left_out.batch(engine.steps + 1), in_detail)
+            if rollback.is_due(engine):
+                stream.close()
+                done, left_out = rollback.roll_back(config, engine, checkpoints, attempt, found, left_out)
+                metrics.rolled_back(done.at, done.to, done.batches, done.number)
+                stage = enter(stages.at(max(1, engine.steps)), stage, engine, metrics)
+                batches = open_batches(stages, left_out)
+                stream = opened.enter_context(batches.iterate(engine.steps, *engine.data_rank))
+                reason = stopping.check(save_failed=checkpoints.failed)
+                continue
             if due(config.evaluate.every, engine.steps, total):
                 evaluate(stage.config, engine, holdout, metrics)
             reason = stopping.check(save_failed=checkpoints.failed)
@@ -233,6 +240,20 @@ def enter(stage: PlannedStage, now: PlannedStage | None, engine: Engine, metrics
         engine.enter(stage)
         metrics.enter(stage, training(engine.lm.config, stage.seq_len, stage.config.recompute))
     return stage
+
+
+def take_step(
+    engine: Engine, stream: PrefetchIterator, metrics: Metrics, batch: int, in_detail: bool
+) -> None:
+    """One step on the next batch, which has the number `batch` in the order of the data, and its row."""
+    waited = stream.waited_s
+    micro_batches = next(stream)
+    waited = stream.waited_s - waited
+    result = engine.step(micro_batches)
+    details = observe(engine, micro_batches[0]) if in_detail else {}
+    if batch != engine.steps:
+        details["batch"] = batch
+    metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details)
 
 
 def due(every: int | None, step: int, total: int) -> bool:

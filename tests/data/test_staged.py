@@ -12,6 +12,7 @@ from tests.support import toy_corpus
 from wm_ds.data import shards
 from wm_ds.data.loader import GlobalBatches, StageData, StagedBatches
 from wm_ds.data.sequences import IGNORE, PackedSequences
+from wm_ds.data.skip import merged
 
 
 def texts_of(batches, steps, world=1, micro=1):
@@ -196,3 +197,36 @@ def test_stages_of_another_tokenizer_are_refused(rows_of, tmp_path):
     assert toy_corpus.pack(tmp_path / "out", [source], other, "--seq-len", 8) == 0
     with pytest.raises(shards.ShardError, match="sha256 differ"):
         StagedBatches([StageData(rows_of(4), 1, 2), StageData(tmp_path / "out", 1)], seed=0)
+
+
+class TestLeftOut:
+    SPANS = ((3, 4), (7, 7), (9, 12), (30, 33))
+
+    def test_batches_are_consumed_and_not_given(self, rows_of):
+        """As a run whose stages take the batches that are left out as steps, without these steps."""
+        a, b = rows_of(10), rows_of(7)
+
+        def stages(*steps):
+            both = [(a, 3), (b, 1)]
+            return [StageData(s, n, k) for s, n, k in zip((both, both, b, a), (2, 4, 2, 2), (*steps, None))]
+
+        some = StagedBatches(stages(3, 4, 6), seed=5, left_out=merged(self.SPANS))
+        # Steps 1 to 3 are batches 1, 2, 5; 4 to 7 are 6, 8, 13, 14; then 15 to 20, and the rest.
+        every = StagedBatches(stages(5, 9, 6), seed=5)
+        kept = [n for n in range(1, 60) if not any(first <= n <= last for first, last in self.SPANS)]
+        for world, micro in ((1, 2), (2, 1)):
+            ours = sample_ids(some, range(40), world, micro)
+            assert ours == sample_ids(every, [n - 1 for n in kept[:40]], world, micro)
+        assert [some.stage_of(step) for step in (2, 3, 6, 7, 12, 13)] == [0, 1, 1, 2, 2, 3]
+        for index in range(4):
+            assert some.stages[index].first == every.stages[index].first
+        assert some.drawn(1, 4) == every.drawn(1, 9), "what is used up"
+        assert [some.passed_over(*stage) for stage in ((0, 3), (1, 4), (2, 6), (3, 40))] == [2, 5, 0, 4]
+
+    def test_what_is_left_out_later_does_not_change_what_was(self, rows_of):
+        sources = [StageData([(rows_of(10), 3), (rows_of(7), 1)], 4)]
+        before = StagedBatches(sources, seed=1, left_out=merged([[3, 4]]))
+        after = StagedBatches(sources, seed=1, left_out=merged([[3, 4], [10, 12]]))
+        assert sample_ids(before, range(7)) == sample_ids(after, range(7))
+        assert sample_ids(before, [7]) != sample_ids(after, [7])
+        assert sample_ids(before, [10]) == sample_ids(after, [7])

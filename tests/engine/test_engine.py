@@ -106,3 +106,31 @@ def test_deepspeed_never_clips_and_local_clipping_reduces_once(stage, rule):
     assert full["gradient_clipping"] == 0.0
     assert full["gradient_accumulation_steps"] == (1 if rule == "local" else 4)
     assert full["torch_autocast"]["lower_precision_safe_modules"] == []
+
+
+def test_spikes_in_a_row_are_counted_from_the_first_and_move_nothing():
+    """A loss that is not finite neither makes a row nor breaks it; a usual one does."""
+    e = engine(rollback=5)
+    feed(e, steady(30))
+    before = (e.loss_mean, e.loss_var, e.loss_count)
+    feed(e, [6.0, 6.0, float("nan"), 6.0])
+    assert (e.spikes_in_a_row, e.spiking_since) == (3, 31)
+    assert (e.loss_mean, e.loss_var, e.loss_count) == before
+    feed(e, [3.0])
+    assert e.spikes_in_a_row == 0
+    assert e.loss_count == before[2] + 1
+    assert not {"spikes_in_a_row", "spiking_since"} & e.state_dict().keys(), "as before there was a count"
+    feed(e, [6.0])
+    assert (e.spikes_in_a_row, e.spiking_since) == (1, 36)
+    other = engine(rollback=5)
+    other.load_state_dict(e.state_dict())
+    assert (other.spikes_in_a_row, other.spiking_since) == (1, 36)
+    e.load_state_dict({k: v for k, v in e.state_dict().items() if "spik" not in k})
+    assert e.spikes_in_a_row == 0, "of a checkpoint from before them"
+
+
+def test_without_rollback_spikes_move_the_mean_as_ever():
+    e = engine()
+    feed(e, [*steady(30), 6.0])
+    assert e.loss_count == 31
+    assert e.spikes_in_a_row == 1

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.checkpoint_launch import run, step
 from tools.reshape_checkpoint import main, reshape
+from wm_ds.checkpoint.directory import go_back
 from wm_ds.checkpoint.format import Entry, Manifest, State, read_manifest, write_fragments, write_json
 from wm_ds.checkpoint.manager import find_latest, read_tensor, verify
 
@@ -139,6 +140,19 @@ def test_rewind(copy, capsys):
     assert (copy / "checkpoints" / "set_aside_step_00000003").is_dir()
     assert main([str(copy), "--rewind", "3"]) == 1
     assert "no checkpoint of step 3; there are: step_00000001" in capsys.readouterr().err
+
+
+def test_what_was_set_aside_before_stays_beside_it(copy):
+    """Going back twice from the same step: neither is lost, and the run starts from what is latest."""
+    for _ in range(2):
+        shutil.copytree(step(copy, 3), copy / "later")
+        assert main([str(copy), "--rewind", "2"]) == 0
+        (copy / "later").rename(step(copy, 3))
+        (copy / "checkpoints" / "latest").write_text("step_00000003\n")
+    names = {path.name for path in (copy / "checkpoints").iterdir() if "set_aside" in path.name}
+    assert names == {"set_aside_step_00000003", "set_aside_step_00000003-2"}
+    assert [old for old, _ in go_back(copy, None)] == ["step_00000003", "step_00000002", "step_00000001"]
+    assert find_latest(copy) is None
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,35 @@ def prune(run_dir: str | Path, *, keep_last: int, keep_every: int = 0) -> list[s
     return removed
 
 
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint a name under which nobody looks for one, and leave it to a person; returns that."""
+    aside, number = path.with_name(f"set_aside_{path.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"set_aside_{path.name}-{number}")
+    return path.rename(aside)
+
+
+def go_back(run_dir: str | Path, target: Path | None) -> list[tuple[str, str]]:
+    """Make `target` the checkpoint that the run resumes from, and set newer saves and damaged ones aside.
+
+    None: the run has none of its own from then on. Returns their old names and new ones. Whatever moment a
+    kill hits, the run can start: as it will, or from a save that was still to be set aside.
+    """
+    listed = list_checkpoints(run_dir)
+    if target is None:
+        sequence = -1
+        (checkpoints_dir(run_dir) / LATEST).unlink(missing_ok=True)
+    else:
+        sequence = next(found.sequence for found in listed if found.path.name == target.name)
+        write_atomically(checkpoints_dir(run_dir) / LATEST, f"{target.name}\n")
+    newer = [found.path for found in listed if found.sequence > sequence or found.problem is not None]
+    moved = [(path.name, set_aside(path).name) for path in newer]
+    if moved:
+        sync_directory(checkpoints_dir(run_dir))
+    return moved
+
+
 def _doomed(path: Path) -> Path:
     """A name that marks `path` for removal before any file of it goes, so that half of it is never loaded."""
     return path.with_name(f"{path.name}.doomed-{secrets.token_hex(4)}")

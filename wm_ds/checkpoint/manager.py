@@ -226,8 +226,7 @@ class Checkpoints:
         self._state.after_load()
         for counter, value in manifest.run["engine"].items():
             setattr(self._engine, counter, value)
-        if own:
-            self._writer.on_disk_step = int(manifest.run["step"])
+        self._writer.on_disk_step = int(manifest.run["step"]) if own else None
         self._clean_up_once()
         return client
 

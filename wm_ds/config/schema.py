@@ -174,6 +174,15 @@ class Data(Section):
     tokenizer: str | None = None
     """Directory of the data's tokenizer, copied into exports; default: the one that the data names."""
 
+    skip: list[tuple[int, int]] = []
+    """Global batches that are not trained on, [[from_step, to_step]], both left out: those that these steps
+    would have had if none were left out. A step has the next one that is not; docs/training.md says more."""
+
+    @field_validator("skip", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        return [tuple(v) if isinstance(v, list) else v for v in value] if isinstance(value, list) else value
+
     def sources(self) -> list[Source]:
         """The training sources as a list."""
         return [Source(path=self.train)] if isinstance(self.train, str) else list(self.train)
@@ -306,6 +315,11 @@ class Guard(Section):
     """A loss this many standard deviations above the running mean is reported as a spike."""
     skip_spikes: bool = False
     """Also skip the update of a spike."""
+    rollback: Steps | None = Field(None, gt=0)
+    """After so many spikes in a row go back to the newest checkpoint from before them, and leave the batches
+    since then out; null: never. Spikes then do not move the mean that they are measured by."""
+    max_rollbacks: Count = Field(3, ge=0)
+    """How often a run does that; at the next time it fails."""
 
 
 class Log(Section):

@@ -22,6 +22,12 @@ def contradictions(config: Config) -> list[str]:
         if config.optim.name == "muon":
             why = "optim.name = muon orthogonalises its updates, which have no loss scale"
         found.append(f"precision = fp16: {why}; use autocast or bf16")
+    found += [
+        f"data.skip: [{first}, {last}] is no span of steps; write [from_step, to_step], counted from 1"
+        for first, last in config.data.skip
+        if not 1 <= first <= last
+    ]
+    found += _of_rollbacks(config)
     if not all(0 <= b < 1 for b in config.optim.betas):
         found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
     return found
@@ -86,6 +92,28 @@ def _of_beginning(config: Config) -> list[str]:
             "are two beginnings; leave one out"
         ]
     return []
+
+
+def _of_rollbacks(config: Config) -> list[str]:
+    spikes, guard, kept = config.guard.rollback, config.guard, config.checkpoint
+    if spikes is None:
+        return []
+    if kept.every is None:
+        return [f"guard.rollback = {spikes} has no checkpoint to go back to with checkpoint.every = null"]
+    found = []
+    within = -(-(spikes - 1) // kept.every)  # checkpoints that spikes in a row can lie between
+    if kept.keep_last <= within:
+        found.append(
+            f"guard.rollback = {spikes}: the checkpoint from before so many spikes would be gone with "
+            f"checkpoint.every = {kept.every} and checkpoint.keep_last = {kept.keep_last}; keep "
+            f"{within + 1} or more"
+        )
+    if guard.skip_spikes and spikes >= guard.max_skipped:
+        found.append(
+            f"guard.rollback = {spikes} never comes: with guard.skip_spikes the run fails after "
+            f"guard.max_skipped = {guard.max_skipped} spikes in a row"
+        )
+    return found
 
 
 def _of_model(config: Config) -> list[str]:

@@ -2,9 +2,10 @@
 
     rows --(per-epoch shuffle, mixing)--> global batch b --> micro-batches of a rank
 
-- `StagedBatches` names the rows of batch b: its stage follows from b, what a source has given before the
-  stage from the stages before it (order.py). Nothing else is remembered: a run's loader state is the integer
-  b. A batch may span two epochs, so nothing is dropped and every epoch visits every row exactly once.
+- `StagedBatches` names the rows of batch b, that of step b + 1: its stage follows from b, what a source has
+  given before the stage from the stages before it (order.py), and from what is left out (skip.py). Nothing
+  else is remembered: a run's loader state is the integer b. A batch may span two epochs, so nothing is
+  dropped and every epoch visits every row exactly once.
 - `GlobalBatches` are the batches of a run with one stage: sample s = b * global_batch + i belongs to epoch
   s // rows.
 - Ranks and micro-batches only cut the same global batch differently.
@@ -26,6 +27,7 @@ from wm_ds.data import shards
 from wm_ds.data.order import Cursor, Leg, Mixture, SourceOrder
 from wm_ds.data.prefetch import PrefetchIterator
 from wm_ds.data.sequences import Batch, PackedSequences, stack_rows
+from wm_ds.data.skip import NOTHING, LeftOut
 
 Source = str | os.PathLike[str] | PackedSequences
 
@@ -71,7 +73,7 @@ class StagedBatches:
 
     A source that several stages have (the same content, wherever the folder lies) goes on where it was,
     through its own epochs. `across_documents`: labels cross document boundaries (off: a document's end
-    predicts nothing).
+    predicts nothing). `left_out`: batches of the order that no step is given (skip.py).
 
     Raises shards.ShardError when sources do not fit together, when a split has no rows, or when a stage's
     row length does not go into a source's.
@@ -84,8 +86,10 @@ class StagedBatches:
         seed: int,
         split: str = "train",
         across_documents: bool = False,
+        left_out: LeftOut = NOTHING,
     ) -> None:
         self.split, self.seed, self.across_documents = split, seed, across_documents
+        self.left_out = left_out
         self.sources: list[PackedSequences] = []
         """All sources, in the order in which the stages have them first."""
         self._orders: list[SourceOrder] = []
@@ -93,7 +97,7 @@ class StagedBatches:
         self._opened: dict[str, PackedSequences] = {}
         self.stages: list[_Stage] = []
         cursors: dict[int, Cursor] = {}
-        first, mixed, samples = 0, None, 0
+        step, first, mixed, samples = 0, 0, None, 0
         for declared in stages:
             if declared.global_batch < 1:
                 raise ValueError(f"global_batch {declared.global_batch} must be at least 1")
@@ -104,13 +108,13 @@ class StagedBatches:
             samples = samples if mixed == (numbers, mixture.quota) else 0
             mixed = (numbers, mixture.quota)
             legs = [self._orders[number].leg(cursors.get(number, Cursor()), length) for number in numbers]
-            stage = _Stage(declared, first, length, numbers, mixture, samples, legs)
+            stage = _Stage(declared, step, first, length, numbers, mixture, samples, legs)
             self.stages.append(stage)
             if declared.steps is not None:
-                first, samples = first + declared.steps, samples + declared.steps * declared.global_batch
-                for number, leg, count in zip(
-                    numbers, legs, stage.rows_by_source(declared.steps), strict=True
-                ):
+                step += declared.steps
+                drawn = left_out.consumed(step) - first
+                first, samples = first + drawn, samples + drawn * declared.global_batch
+                for number, leg, count in zip(numbers, legs, stage.rows_by_source(drawn), strict=True):
                     cursors[number] = leg.after(count)
         _check_tokenizers(self.sources)
         self.eos_id = self.sources[0].eos_id
@@ -158,16 +162,22 @@ class StagedBatches:
 
     def stage_of(self, b: int) -> int:
         """The stage of batch b."""
-        return bisect.bisect_right([stage.first for stage in self.stages], b) - 1
+        return bisect.bisect_right([stage.step for stage in self.stages], b) - 1
 
     def drawn(self, index: int, steps: int) -> list[Drawn]:
-        """What the first `steps` batches of stage `index` have of each of its sources."""
+        """What the first `steps` steps of stage `index` use up of each of its sources."""
         stage, found = self.stages[index], []
-        for number, leg, count in zip(stage.numbers, stage.legs, stage.rows_by_source(steps), strict=True):
+        counts = stage.rows_by_source(self.left_out.consumed(stage.step + steps) - stage.first)
+        for number, leg, count in zip(stage.numbers, stage.legs, counts, strict=True):
             units = self._orders[number].units
             before, epoch = leg.begun / units, units * leg.parts
             found.append(Drawn(str(self.sources[number].path), count, epoch, before, before + count / epoch))
         return found
+
+    def passed_over(self, index: int, steps: int) -> int:
+        """How many batches the first `steps` steps of stage `index` leave out."""
+        stage = self.stages[index]
+        return self.left_out.consumed(stage.step + steps) - stage.first - steps
 
     def batch(self, b: int, rank: int, world: int, micro_batch: int | None = None) -> list[Batch]:
         """Rank's micro-batches of global batch b: tensors of shape [micro_batch, T] (see `Row`).
@@ -189,7 +199,8 @@ class StagedBatches:
             )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not one of {world} ranks")
-        source, turn = stage.draw((b - stage.first) * global_batch, global_batch)
+        place = self.left_out.batch(b + 1) - 1 - stage.first
+        source, turn = stage.draw(place * global_batch, global_batch)
         mine = np.arange(global_batch).reshape(accumulation, world, micro)[:, rank]
         return [self._rows(stage, source[part], turn[part]) for part in mine]
 
@@ -262,9 +273,11 @@ class GlobalBatches(StagedBatches):
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage's place in the order: its first batch, and the mixture from sample `samples` on."""
+    """A stage's place in the order: the steps before it, the batches that these have consumed, and the
+    mixture from sample `samples` on."""
 
     data: StageData
+    step: int
     first: int
     seq_len: int
     numbers: list[int]
@@ -277,9 +290,9 @@ class _Stage:
         source, turn = self.mixture.draw(self.samples + first + np.arange(count, dtype=np.int64))
         return source, turn - self.mixture.taken(self.samples)[source]
 
-    def rows_by_source(self, steps: int) -> list[int]:
-        """Rows that the stage's first `steps` batches draw from each source."""
-        end = self.samples + steps * self.data.global_batch
+    def rows_by_source(self, batches: int) -> list[int]:
+        """Rows that the stage's first `batches` batches draw from each source."""
+        end = self.samples + batches * self.data.global_batch
         return (self.mixture.taken(end) - self.mixture.taken(self.samples)).tolist()
 
 

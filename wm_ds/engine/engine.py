@@ -115,6 +115,9 @@ class Engine:
         self.skipped_in_a_row = 0
         self.loss_mean = self.loss_var = 0.0
         self.loss_count = 0
+        self.spikes_in_a_row = 0
+        self.spiking_since = 0
+        """The first step of them."""
         self.traces = zero3.Traces(ds)
 
     @property
@@ -301,8 +304,15 @@ class Engine:
         return None, None
 
     def _count(self, result: StepResult) -> None:
+        if result.spike is not None:
+            self.spiking_since = self.spiking_since if self.spikes_in_a_row else result.step
+            self.spikes_in_a_row += 1
+        elif result.skipped is None:  # a loss that is not finite neither makes a row nor breaks it
+            self.spikes_in_a_row = 0
         if result.skipped is None:
             self.skipped_in_a_row = 0
+            if result.spike is not None and self.guard.rollback is not None:
+                return  # what comes after it must not look usual beside it
             self.loss_count += 1
             # An average over what there is, until the memory is full.
             rate = max(1.0 / self.loss_count, 1.0 - SPIKE_MEMORY)
@@ -376,11 +386,17 @@ class Engine:
             "loss_var": self.loss_var,
             "loss_count": self.loss_count,
             "updates": self.optimizer.param_groups[0]["step"],
-        }
+        } | self._spikes()
+
+    def _spikes(self) -> dict[str, Any]:
+        """Only where there are some: the state is that of before there was such a count."""
+        if not self.spikes_in_a_row:
+            return {}
+        return {"spikes_in_a_row": self.spikes_in_a_row, "spiking_since": self.spiking_since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counters from `state_dict`."""
-        state = dict(state)
+        state = {"spikes_in_a_row": 0, "spiking_since": 0} | state
         for group in self.optimizer.param_groups:
             group["step"] = state["updates"]
         del state["updates"]

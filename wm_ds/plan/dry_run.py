@@ -167,6 +167,8 @@ def _of_stage(data: Rows, stage: PlannedStage, ranks: int) -> list[str]:
             f"{drawn.before:.2f} to {drawn.after:.2f}"
             for drawn in data.batches.drawn(stage.index, stage.steps)
         ]
+        if gone := data.batches.passed_over(stage.index, stage.steps):
+            lines.append(f"{gone:,} batches of these are left out (data.skip, rollbacks)")
     lines.append(
         f"{config.accumulation(ranks)} micro-batches of {config.batch.micro_batch} per "
         f"{f'group of {n} ranks (sequence_parallel)' if n > 1 else 'rank'} and step"

@@ -166,6 +166,11 @@ def record(config: Config, deepspeed: dict[str, Any], world: World, known: dict[
         raise ConfigError(f"run.dir = {folder} cannot be written: {error.strerror}") from None
 
 
+def amend(folder: str | Path, **entries: Any) -> None:
+    """Put entries into the run's history, on the disk before this returns; rank 0 only. Raises OSError."""
+    write_json(Path(folder) / HISTORY, history(folder) | entries, indent=1)
+
+
 def environment(world: World) -> dict[str, Any]:
     """Versions, machine and code state, for the record."""
     packages: dict[str, str | None] = {}
