@@ -29,7 +29,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -56,7 +56,7 @@ from wm_ds.config.load import load
 from wm_ds.config.schema import Config
 from wm_ds.errors import run_cli
 from wm_ds.families import build_model, has_passes, model_config
-from wm_ds.model import LCKVForCausalLM, Schedule, WhiteMatterForCausalLM
+from wm_ds.model import LCKVForCausalLM, Schedule, Start, WhiteMatterForCausalLM
 from wm_ds.model.modeling import CACHE_FIELD
 from wm_ds.model.work import Count, pass_counts, plan
 from wm_ds.plan.meta_run import MetaTracker
@@ -241,20 +241,26 @@ class Costs:
     """FLOPs, forward and backward, of putting a whole row through one block, the pool, and the rest.
 
     `depth`: blocks that the passes go through. `rest` runs once: LCKV's layers outside the passes.
+    `channels`: those that the layers of a layerwise start's sweep read.
     """
 
     depth: int
     block: tuple[float, float]
     pool: tuple[float, float]
     rest: tuple[float, float] = (0.0, 0.0)
+    channels: tuple[float, float] = (0.0, 0.0)
 
     def forward(self, count: Count) -> float:
         """Of so many evaluations."""
-        return count.layers(self.depth) * self.block[0] + count.pools * self.pool[0] + self.rest[0]
+        return self._of(count, 0)
 
     def backward(self, count: Count) -> float:
         """Of gradient through so many evaluations."""
-        return count.layers(self.depth) * self.block[1] + count.pools * self.pool[1] + self.rest[1]
+        return self._of(count, 1)
+
+    def _of(self, count: Count, way: int) -> float:
+        passes = count.layers(self.depth) * self.block[way] + count.pools * self.pool[way]
+        return passes + count.sweeps * self.channels[way] + self.rest[way]
 
 
 def pass_costs(lm: WhiteMatterForCausalLM, length: int) -> Costs:
@@ -267,7 +273,16 @@ def pass_costs(lm: WhiteMatterForCausalLM, length: int) -> Costs:
         both = blocks * further - more * pools
         found.append(((a * further - b * pools) / both, (blocks * b - more * a) / both))
     block, pool = zip(*found)
-    return Costs(layers, block, pool)
+    costs = Costs(layers, block, pool)
+    starts = (lm.config.training_schedule().start, lm.config.prefill_schedule().start)
+    if not any(start.sweeps for start in starts):
+        return costs
+    # One pass behind a sweep with gradient; what block and pool do not explain of it is the channels.
+    swept = Schedule.jacobi(1, start=Start("layerwise", grad=True))
+    ahead, back = train(lm, length, schedule=swept)
+    counts = pass_counts(swept, length)
+    rest = (ahead - costs.forward(counts.forward), back - costs.backward(counts.backward))
+    return replace(costs, channels=rest)
 
 
 def paper_accounting(config: Any, costs: Costs, length: int, step: float) -> Flops:

@@ -3,12 +3,14 @@
     python tools/measure_convergence.py DIR --data PACKED [--sequences 8] [--output convergence]
 
 For every schedule (cyclic with each number of groups, of which one is Jacobi; chunked and wavefront with each
-chunk; all of them also with relaxation): the smallest number of passes whose held-out perplexity is within
---within (1%) of exact autoregressive evaluation, what these passes cost in FLOPs, in sequential steps and in
-time on this machine, and how that compares with Jacobi and with exact evaluation. Writes OUTPUT.json (all
-passes and residuals) and OUTPUT.png (excess perplexity by passes), and prints the table.
+chunk; all of them also with relaxation, and from each start): the smallest number of passes whose held-out
+perplexity is within --within (1%) of exact autoregressive evaluation, what these passes cost in FLOPs, in
+sequential steps and in time on this machine, and how that compares with Jacobi and with exact evaluation.
+Writes OUTPUT.json (all passes and residuals) and OUTPUT.png (excess perplexity by passes), and prints the
+table; with --every-pass a second one, of the excess after each of --max-passes passes.
 
-FLOPs are counted on the meta device, without the head; attention counts as half of T x T (count_flops.py).
+A layerwise start's sweep is no pass, but its FLOPs, its step and its time are counted. FLOPs are counted on
+the meta device, without the head; attention counts as half of T x T (count_flops.py).
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--relaxation", type=float, default=0.8, help="also with this (default 0.8; 1 for none)"
     )
+    found.add_argument(
+        "--starts",
+        nargs="+",
+        choices=["embedding", "layerwise", "layerwise-embedding"],
+        default=["embedding", "layerwise"],
+        help="of the iteration; in a layerwise one the newest state, or the embedding, stands in for missing "
+        "ones (default: embedding layerwise)",
+    )
+    found.add_argument("--every-pass", action="store_true", help="go on to --max-passes in any case")
     found.add_argument("--max-passes", type=int, default=16, help="give up after so many (default 16)")
     found.add_argument("--within", type=float, default=0.01, help="of exact perplexity (default 0.01)")
     found.add_argument("--output", type=Path, default=Path("convergence"), help="path without its ending")
@@ -51,7 +63,14 @@ from wm_ds.errors import run_cli
 from wm_ds.evaluate import perplexity as evaluate
 from wm_ds.families import has_passes
 from wm_ds.files import write_atomically, write_json
-from wm_ds.model import Schedule
+from wm_ds.model import EMBEDDING, LAYERWISE, Schedule, Start
+from wm_ds.model.work import pass_counts
+
+STARTS = {
+    "embedding": EMBEDDING,
+    "layerwise": LAYERWISE,
+    "layerwise-embedding": Start("layerwise", "embedding"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,11 +83,14 @@ def run(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     options = vars(args)
     output = options.pop("output")
-    report = measure(Question(**options))
+    question = Question(**options)
+    report = measure(question)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output.with_suffix(".json"), report, indent=2)
     draw(report, output.with_suffix(".png"))
     print(table(report))
+    if question.every_pass:
+        print(pass_table(report))
     print(f"{output.with_suffix('.json')} {output.with_suffix('.png')}")
 
 
@@ -82,6 +104,8 @@ class Question:
     groups: list[int]
     chunks: list[int]
     relaxation: float
+    starts: list[str]
+    every_pass: bool
     max_passes: int
     within: float
 
@@ -150,7 +174,7 @@ class Bench:
             "passes": schedule.passes,
             "perplexity": math.exp(loss),
             "seconds": seconds,
-            "steps": len(schedule.steps(self.rows.seq_len)),
+            "steps": pass_counts(schedule, self.rows.seq_len, gradient=False).steps,
         }
 
     @torch.no_grad()
@@ -180,21 +204,21 @@ class Bench:
 
 def families(question: Question, length: int) -> Iterator[tuple[str, Any]]:
     """(name, passes -> schedule) of everything to be measured."""
-    for relaxation in dict.fromkeys([1.0, question.relaxation]):
+    for start, relaxation in product(question.starts, dict.fromkeys([1.0, question.relaxation])):
         note = "" if relaxation == 1.0 else f", relaxed {relaxation:g}"
+        note += "" if start == "embedding" else f", {start} start"
+        how = {"relaxation": relaxation, "start": STARTS[start]}
         for groups in question.groups:
             if groups <= length:
                 name = "Jacobi" if groups == 1 else f"cyclic g={groups}"
-                yield name + note, lambda n, g=groups, r=relaxation: Schedule.cyclic(g, n, relaxation=r)
-        for kind in ("chunked", "wavefront"):
-            for chunk in question.chunks:
-                for groups in question.groups:
-                    if 1 < groups <= chunk < length:
-                        make = getattr(Schedule, kind)
-                        yield (
-                            f"{kind} {chunk} g={groups}{note}",
-                            lambda n, c=chunk, g=groups, r=relaxation, make=make: make(c, g, n, relaxation=r),
-                        )
+                yield name + note, lambda n, g=groups, how=how: Schedule.cyclic(g, n, **how)
+        for kind, chunk, groups in product(("chunked", "wavefront"), question.chunks, question.groups):
+            if 1 < groups <= chunk < length:
+                make = getattr(Schedule, kind)
+                yield (
+                    f"{kind} {chunk} g={groups}{note}",
+                    lambda n, c=chunk, g=groups, how=how, make=make: make(c, g, n, **how),
+                )
 
 
 def converge(bench: Bench, name: str, make: Any, exact: dict[str, Any], question: Question) -> dict[str, Any]:
@@ -204,11 +228,22 @@ def converge(bench: Bench, name: str, make: Any, exact: dict[str, Any], question
         result = bench.run(make(number))
         result["excess"] = result["perplexity"] / exact["perplexity"] - 1
         passes.append(result)
-        if abs(result["excess"]) <= question.within:
+        if reached is None and abs(result["excess"]) <= question.within:
             reached = result | {"flops": bench.flops(make(number))}
+        if reached and not question.every_pass:
             break
     residuals = bench.residuals(make(len(passes)))
     return {"name": name, "reached": reached, "passes": passes, "residuals": residuals}
+
+
+def pass_table(report: dict[str, Any]) -> str:
+    """Excess over exact perplexity after each pass, one line a schedule."""
+    most = max(len(entry["passes"]) for entry in report["schedules"])
+    lines = ["", f"{'excess after passes':<46}" + "".join(f"{n:>9}" for n in range(1, most + 1))]
+    for entry in report["schedules"]:
+        cells = "".join(f"{result['excess']:>+9.2%}" for result in entry["passes"])
+        lines.append(f"{entry['name']:<46}{cells}")
+    return "\n".join(lines)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -219,19 +254,19 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['source']}: {report['sequences']} sequences of {length}, exact perplexity "
         f"{exact['perplexity']:.3f} ({length} steps, {exact['seconds']:.3f} s)",
-        f"{'schedule':<34}" + "".join(f"{name:>{width}}" for name, width in columns),
+        f"{'schedule':<46}" + "".join(f"{name:>{width}}" for name, width in columns),
     ]
     for entry in report["schedules"]:
         r = entry["reached"]
         if r is None:
             last = entry["passes"][-1]
             lines.append(
-                f"{entry['name']:<34}  not within {len(entry['passes'])} ({last['excess']:+.1%} left)"
+                f"{entry['name']:<46}  not within {len(entry['passes'])} ({last['excess']:+.1%} left)"
             )
             continue
         jacobi = f"{r['speedup_over_jacobi']:.2f}" if "speedup_over_jacobi" in r else "-"
         lines.append(
-            f"{entry['name']:<34}{r['passes']:>7}{r['steps']:>7}{r['flops'] / 1e9:>9.2f}{r['seconds']:>9.3f}"
+            f"{entry['name']:<46}{r['passes']:>7}{r['steps']:>7}{r['flops'] / 1e9:>9.2f}{r['seconds']:>9.3f}"
             f"{r['excess']:>+9.2%}{jacobi:>11}{r['speedup_over_exact']:>10.2f}"
         )
     return "\n".join(lines)

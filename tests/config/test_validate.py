@@ -55,6 +55,20 @@ NO_EFFECT = [
     ({"model__feedback": False, "model__grad_passes": 2}, "grad_passes = 2", "feedback = false", "null"),
     ({"model__feedback": False, "model__no_grad_passes": 1}, "no_grad_passes = 1", "feedback", "null"),
     ({"model__feedback": False, "model__num_groups": 4}, "num_groups = 4", "feedback = false", "null"),
+    (
+        {"model__schedule": "exact", "model__start": "layerwise"},
+        "start = layerwise",
+        "schedule = exact",
+        "null",
+    ),
+    (
+        {"model__feedback": False, "model__start": "layerwise"},
+        "start = layerwise",
+        "feedback = false",
+        "null",
+    ),
+    ({"model__start_missing": "embedding"}, "start_missing = embedding", "model.start = embedding", "null"),
+    ({"model__start_grad": True}, "start_grad = True", "model.start = embedding", "null"),
     ({"model__routing": "static", "model__router_stride": 1}, "router_stride = 1", "routing = stat", "null"),
     ({"model__routing": "softmax", "model__router_init": "top"}, "router_init = top", "softmax", "null"),
 ]

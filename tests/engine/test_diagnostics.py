@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.support import tiny
+from tests.support import reference, tiny
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.compile import compile_blocks
 from wm_ds.engine.diagnostics import observe
 from wm_ds.model import Schedule
+from wm_ds.model.gain import small_change
 
 LENGTH, GROUPS, PASSES = 13, 3, 3
 
@@ -59,6 +60,70 @@ def test_residuals_are_how_far_each_pass_moved_the_pool(batch, relaxation):
         if relaxation == 1.0:
             assert found[number] == pytest.approx(float((new - old).norm() / new.norm()), abs=2e-5)
     assert found[0] > found[1] > found[2] > 0
+
+
+def one_pass_by_hand(lm, flat: Tensor, ids: list[int], groups: int) -> Tensor:
+    """The pool after one cyclic pass from another pool, both as one vector: the formulas, token by token."""
+    p, s = tiny.parameters(lm), tiny.settings(lm)
+    entries = []
+    for keys, values in flat.view(len(ids), 2, s.channels, s.kv_heads, s.head_dim):
+        entries.append(([[*heads] for heads in keys], [[*heads] for heads in values]))
+    for group in range(groups):
+        written = {}
+        for i in range(group, len(ids), groups):
+            x = p["model.embed_tokens.weight"][ids[i]]
+            states, _ = reference.layer_stack(p, s, x, i, [reference.dummy(p, s), *entries[:i]])
+            written[i] = reference.pool(p, s, states, i)
+        for i, entry in written.items():
+            entries[i] = entry
+    keys, values = reference.stack_entries(entries)
+    return torch.stack((keys, values), dim=1).flatten()
+
+
+def test_the_gain_is_that_of_the_pass_s_derivative():
+    """At the fixed point of a tiny model, where the second pass has the same derivative as the first."""
+    lm = tiny.build(k=1, layers=2).eval()
+    ids, groups = tiny.tokens(1, 6), 2
+    with torch.no_grad():
+        cache = lm(ids, prefill="exact", use_cache=True).past_key_values
+        # [1, 1, G, T, d] each; as a vector: token, key or value, channel, head, d
+        entries = tuple(getattr(cache.layers[0], side)[None] for side in ("keys", "values"))
+        at, change = (
+            torch.stack(pair).permute(4, 0, 1, 2, 3, 5).flatten()
+            for pair in (entries, small_change(entries, None))
+        )
+        assert (one_pass_by_hand(lm, at, ids[0].tolist(), groups) - at).abs().max() < 1e-10
+
+        def pushed(direction: Tensor) -> Tensor:
+            ends = [one_pass_by_hand(lm, at + h * direction, ids[0].tolist(), groups) for h in (1e-5, -1e-5)]
+            return (ends[0] - ends[1]) / 2e-5
+
+        first = pushed(change / change.norm())
+        second = pushed(first / first.norm())
+        lm.model.measure_gain = True
+        lm.model(ids, schedule=Schedule.cyclic(groups, 3), use_cache=False)
+    want = [float(first.norm()), float(second.norm())]
+    assert min(want) > 1e-2
+    assert lm.model.gain.tolist() == pytest.approx(want, rel=1e-2)
+
+
+def test_the_gain_is_reported_and_nothing_stays_behind(batch):
+    lm = tiny.build(k=3)
+    found = observed(lm, batch)["gain"]
+    assert len(found) == 2
+    assert all(0 < gain < 100 for gain in found)
+    assert not lm.model.measure_gain
+
+
+def test_a_small_change_is_as_large_everywhere_and_none_at_filler():
+    entries = [torch.randn(2, 3, 2, 5, 8, dtype=torch.float64) * scale for scale in (1.0, 100.0)]
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, -1, 1, -1], [-1] * 5])
+    first, second = small_change(entries, documents), small_change(entries, documents)
+    for change, again, entry in zip(first, second, entries):
+        assert torch.equal(change, again)
+        assert (change.abs().sum((0, 2, 4)) == 0).equal(documents < 0)
+        size = change[:, 0].norm() / entry[:, 0].norm()
+        assert 0.5e-3 < size < 2e-3
 
 
 def test_router_statistics_by_hand(batch):

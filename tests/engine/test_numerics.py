@@ -232,6 +232,13 @@ def selection() -> dict[int, list[Case]]:
         recompute = ("layer", "none")[i % 2]
         plan[2].append(Case(STAGES[stage], "fusedkv", recompute=recompute, streamed=i % 2 == 1, steps=2))
     plan[2].append(Case(STAGES["zero3"], "yoco", recompute="layer", tied=True, evaluate=True, steps=2))
+    # A layerwise start, at every stage and recompute policy, its sweep without and with gradient.
+    lone = {"start": "layerwise", "no_grad_passes": 0, "grad_passes": 1}
+    for i, stage in enumerate(("zero0", "zero1", "zero2", "zero3")):
+        start = lone | {"start_grad": i % 2 == 1}
+        plan[2].append(Case(STAGES[stage], "whitematter", recompute=RECOMPUTE[i], steps=2, start=start))
+    start = {"start": "layerwise", "start_missing": "embedding"}
+    plan[2].append(Case(STAGES["zero3"], "whitematter", recompute="group", evaluate=True, start=start))
     return plan
 
 

@@ -55,7 +55,14 @@ BARE = {
     "two detached passes": bare(4, "group+layer", no_grad_passes=2, grad_passes=1),
     "relaxed": bare(2, "group", relaxation=0.7),
     "Jacobi, one channel": bare(4, "group+layer", num_groups=1, num_kv_channels=1),
+    "layerwise start": bare(4, "none", start="layerwise", no_grad_passes=0, grad_passes=1),
+    "layerwise start, group": bare(2, "group", start="layerwise", start_missing="embedding"),
+    "graded start": bare(2, "layer", start="layerwise", start_grad=True, no_grad_passes=0, grad_passes=1),
+    "graded start, group+layer": bare(
+        4, "group+layer", start="layerwise", start_grad=True, no_grad_passes=0, grad_passes=1
+    ),
 }
+SWEPT = [name for name in BARE if "start" in name]
 SLOW_BARE = {"flex": bare(2, "group+layer", attention="flex")}
 
 
@@ -113,7 +120,8 @@ def alone(plan: dict[str, Any], group: int) -> dict[str, Any]:
     (hidden * weight).sum().backward()
     lm.eval()
     with torch.no_grad():
-        evaluated = tiny.hidden(lm, ids, documents, Schedule.cyclic(plan["groups"], 5))
+        start = lm.config.prefill_schedule().start
+        evaluated = tiny.hidden(lm, ids, documents, Schedule.cyclic(plan["groups"], 5, start=start))
     return {
         "hidden": hidden.detach(),
         "evaluated": evaluated,
@@ -175,7 +183,9 @@ def test_new_entries_travel_once_a_step_and_not_once_a_layer(results: dict) -> N
         assert entries == GROUPS + GROUPS + (GROUPS - 1), "recomputation sends no entries again"
 
 
-@pytest.mark.parametrize("name", ["4 ranks", "4 ranks, layer", "2 x 2 ranks, group", "4 ranks, group+layer"])
+@pytest.mark.parametrize(
+    "name", ["4 ranks", "4 ranks, layer", "2 x 2 ranks, group", "4 ranks, group+layer", *SWEPT]
+)
 def test_bytes_sent_are_those_of_the_plan(name: str, results: dict) -> None:
     """Each rank keeps its own share of what it exchanges."""
     plan, answer = BARE[name], results[name][0]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from tests.model import test_lckv, test_sharing
 from tests.support.tiny import VOCABULARY, build, tokens
 from wm_ds.model import (
+    LAYERWISE,
     CLAConfig,
     CLAForCausalLM,
     CLAModel,
@@ -53,6 +54,7 @@ HEAD = FORWARD | {
     "prefill_passes": {"prefill_passes": 1},
     "prefill_groups": {"prefill_groups": 1},
     "prefill_tolerance": {"prefill": "converged", "prefill_tolerance": 10.0},
+    "prefill_start": {"prefill_start": "layerwise", "prefill_passes": 1},
     # Beside labels; alone there is nothing to divide.
     "num_items_in_batch": {"labels": ROW, "num_items_in_batch": 3},
 }
@@ -113,6 +115,7 @@ def test_every_argument_of_a_forward_has_an_effect_or_is_refused(kind: str) -> N
             assert not equal(before, after), f"{name} changes nothing"
 
 
+ONE_PASS = {"no_grad_passes": 0, "grad_passes": 1}  # more of them forget where they started
 CONFIG: dict[str, dict] = {
     "vocab_size": {"vocab_size": 50},
     "hidden_size": {"hidden_size": 32},
@@ -136,10 +139,14 @@ CONFIG: dict[str, dict] = {
     "grad_passes": {"grad_passes": 1},
     "chunk_size": {"schedule": "chunked", "num_groups": 2, "chunk_size": 3},
     "relaxation": {"relaxation": 0.5},
+    "start": {"start": "layerwise"} | ONE_PASS,
+    "start_missing": {"start": "layerwise", "start_missing": "embedding"} | ONE_PASS,
+    "start_grad": {"start": "layerwise", "start_grad": True} | ONE_PASS,
     "prefill": {"prefill": "exact"},
     "prefill_passes": {"prefill_passes": 1},
     "prefill_groups": {"prefill_groups": 1},
     "prefill_tolerance": {"prefill": "converged", "prefill_tolerance": 10.0},
+    "prefill_start": {"prefill_start": "layerwise", "prefill_passes": 1},
     "tokenizer_size": {"tokenizer_size": 3},
     "attention": {"attention": "flex"},
     "use_cache": {"use_cache": False},
@@ -166,7 +173,8 @@ BASE = {
 
 
 def traces(config: WhiteMatterConfig, monkeypatch) -> list:
-    """What a model of the configuration is and does: parameters, logits, a loss, text, kernels."""
+    """What a model of the configuration is and does: parameters, logits, a loss and its gradient, text,
+    kernels."""
     from wm_ds.model import attention as attention_module
 
     kernels = []
@@ -181,6 +189,10 @@ def traces(config: WhiteMatterConfig, monkeypatch) -> list:
                 weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
         row = tokens(2, 7)
         values += flat(lm.eval()(row)) + flat(lm.train()(row, labels=row))
+        if config.attention != "flex":  # whose kernel is replaced above
+            with torch.enable_grad():
+                lm(row, labels=row).loss.backward()
+            values.append(lm.model.layers[0].mlp.up_proj.weight.grad)
         lm.eval()
         try:
             values.append(lm.generate(row[:1], max_new_tokens=12, do_sample=False))
@@ -310,11 +322,13 @@ SCHEDULE: dict[str, tuple[Schedule, Schedule]] = {
     "no_grad": (Schedule.cyclic(2, 2), Schedule.cyclic(2, 2, no_grad=1)),
     "chunk": (Schedule.chunked(4, 2, 2), Schedule.chunked(3, 2, 2)),
     "relaxation": (Schedule.cyclic(2, 2), Schedule.cyclic(2, 2, relaxation=0.5)),
+    "start": (Schedule.cyclic(2, 2), Schedule.cyclic(2, 2, start=LAYERWISE)),
 }
 CONVERGED: dict[str, tuple[Converged, Converged]] = {
     "groups": (Converged(2, 0.3), Converged(3, 0.3)),
     "tolerance": (Converged(2, 0.3), Converged(2, 3.0)),
     "relaxation": (Converged(2, 0.3), Converged(2, 0.3, 0.5)),
+    "start": (Converged(2, 0.3), Converged(2, 0.3, start=LAYERWISE)),
 }
 
 
@@ -322,7 +336,7 @@ def test_every_field_of_a_schedule_has_an_effect() -> None:
     assert parameters_of(Schedule.__init__) == set(SCHEDULE), "a field without a proof of its effect"
     assert parameters_of(Converged.__init__) == set(CONVERGED), "a field without a proof of its effect"
     lm = build().eval()
-    for name, (one, other) in (SCHEDULE | CONVERGED).items():
+    for name, (one, other) in [*SCHEDULE.items(), *CONVERGED.items()]:
         found = []
         for schedule in (one, other) if name != "no_grad" else ():
             with torch.no_grad():

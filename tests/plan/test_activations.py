@@ -19,6 +19,25 @@ def test_predicted_activations_are_within_a_tenth_of_measured_ones(kind: str) ->
     assert predicted.peak == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        ("none", {"start": "layerwise", "no_grad_passes": 0, "grad_passes": 1}),
+        ("group", {"start": "layerwise", "no_grad_passes": 0, "grad_passes": 1}),
+        ("group+layer", {"start": "layerwise", "no_grad_passes": 0, "start_grad": True}),
+    ],
+)
+def test_a_layerwise_start_is_predicted_likewise(kind: str, start: dict) -> None:
+    """Its sweep is of whole rows: with one detached, the states are kept until its pool's backward."""
+    lm = whitematter(SHAPE, 2, **start)
+    lm.model.recompute = kind
+    ids = torch.zeros(1, 512, dtype=torch.long)
+    documents = torch.zeros(1, 512, dtype=torch.int32)
+    tracker = step_memory(lm, lambda: lm.model(ids, document_ids=documents).last_hidden_state.sum())
+    predicted = body(lm.config, 512, "fp32", kind)
+    assert predicted.peak == pytest.approx(tracker.peaks["activations"], rel=0.1)
+
+
 @pytest.mark.parametrize("kind", ["none", "group"])
 def test_a_rank_of_a_shared_row_is_predicted_likewise(kind: str) -> None:
     """One of two ranks: the model on real tensors, all-to-alls going nowhere; less than a whole row."""

@@ -33,6 +33,30 @@ def test_whitematter_training_in_units(k, pool):
     assert found.hardware == found.model
 
 
+@pytest.mark.parametrize(("k", "pool"), [(16, 24), (8, 12)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layerwise_start_in_units(k, pool, grad):
+    """0 + 1 passes behind it. A channel is two routers of L rows and S' + 1 blocks of D columns, S' of
+    the S = 8 sources known; two mixtures of L states; two projections."""
+    config = WhiteMatterConfig(
+        **PAPER,
+        num_kv_channels=k,
+        no_grad_passes=0,
+        grad_passes=1,
+        start="layerwise",
+        start_grad=grad,
+    )
+    known = [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]  # of layers 1, 3, … 15, before each of 15 layers
+    channels = sum(2 * (2 * 16 * (s + 1) * 512 + 2 * 16 * 512 + 2 * 288 * 512) for s in known) / UNIT
+    assert 15 * 1 < channels < 15 * 24 / 16, "less than a sixteenth of k = 16's pool before every layer"
+    units = 15 * 14 + channels + 16 * 14 + 1.875 * pool
+    units += 16 * 30 + 2 * 1.875 * pool + grad * (15 * 30 + 2 * channels)
+    found = training(config, 2048)
+    assert found.model == pytest.approx(units * UNIT + HEAD, rel=1e-12)
+    if not grad:
+        assert found.model < 1.43 * (16 * 47 * UNIT) + HEAD, "1.33 and 1.42 times vanilla"
+
+
 def test_vanilla_training_is_the_papers_number():
     found = training(Qwen3Config(**PAPER), 2048)
     assert (found.model - HEAD) / 1e9 == pytest.approx(0.444, abs=5e-4)

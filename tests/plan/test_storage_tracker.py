@@ -32,10 +32,10 @@ def sizes(layers: int, width: int, length: int) -> dict:
     }
 
 
-def whitematter(shape: tuple[int, int, int], k: int = 8, **fields: int) -> WhiteMatterForCausalLM:
+def whitematter(shape: tuple[int, int, int], k: int = 8, **fields: object) -> WhiteMatterForCausalLM:
     passes = {"num_groups": 8, "no_grad_passes": 1, "grad_passes": 2}
     k = min(k, shape[0])
-    config = WhiteMatterConfig(**(sizes(*shape) | fields), num_kv_channels=k, router_stride=2, **passes)
+    config = WhiteMatterConfig(**(sizes(*shape) | passes | fields), num_kv_channels=k, router_stride=2)
     return WhiteMatterForCausalLM._from_config(config, dtype=torch.float32).train()
 
 

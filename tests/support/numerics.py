@@ -48,6 +48,8 @@ class Case:
     ns_dtype: str = "float32"
     lr: float = 1e-2
     seed: int = 0
+    start: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the model: the start of WhiteMatter's passes, and their numbers."""
     json: dict[str, Any] = field(default_factory=dict)
     """The rest of DeepSpeed's JSON."""
 
@@ -97,6 +99,7 @@ def settings(case: Case, ranks: int) -> dict[str, Any]:
             "no_grad_passes": 1,
             "grad_passes": 2,
         }
+    model |= case.start
     if case.family == "lckv":
         model |= {"warmup_layers": 1, "no_grad_passes": 1, "grad_passes": 2}
     if case.family == "fusedkv":

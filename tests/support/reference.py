@@ -241,6 +241,47 @@ def blend(old: Entry, new: Entry, factor: float) -> Entry:
     )
 
 
+@dataclass(frozen=True)
+class Start:
+    """A layerwise start: what stands in for missing states ("newest" or "embedding"), and whether gradient
+    flows through its sweep."""
+
+    missing: str
+    grad: bool = False
+
+
+def layerwise(
+    p: dict,
+    s: Settings,
+    embedded: list[Tensor],
+    positions: list[int],
+    seen: list[list[int]],
+    start: Start,
+    cache: list[Entry] | None = None,
+) -> list[list[Tensor]]:
+    """The states of the sweep of a layerwise start: for each token what enters layers 0 … L-1.
+
+    All tokens go through a layer before any goes through the next one. `seen[i]`: the tokens that token i
+    sees, beside the dummy and all entries of `cache`.
+    """
+    states = [[x] for x in embedded]
+    for layer in range(s.layers - 1):
+        entries = []
+        for i, known in enumerate(states):
+            stand_in = known[0] if start.missing == "embedding" else known[-1]
+            entries.append(pool(p, s, known + [stand_in] * (s.layers - len(known)), positions[i]))
+        j, after = layer % s.channels, []
+        for i, known in enumerate(states):
+            read = [dummy(p, s), *(cache or []), *(entries[other] for other in seen[i])]
+            keys, values = [keys[j] for keys, _ in read], [values[j] for _, values in read]
+            after.append(attention_and_mlp(p, s, layer, known[-1], positions[i], keys, values))
+        for known, state in zip(states, after, strict=True):
+            known.append(state)
+    if start.grad:
+        return states
+    return [[state.detach() for state in known] for known in states]
+
+
 def passes(
     p: dict,
     s: Settings,
@@ -249,18 +290,24 @@ def passes(
     steps: list[Step],
     no_grad: int = 0,
     relaxation: dict[int, float] | None = None,
+    start: Start | None = None,
 ) -> Result:
     """Run a schedule over one row.
 
     `no_grad`: a position's first passes, pass < no_grad, are detached. The pool of the states which the
-    last of them leaves (of the embeddings, where there is none) is evaluated with gradient: there the
-    gradient phase begins. `relaxation[pass]`: how far an entry moves towards its computed value.
+    last of them leaves (of the start's states, where there is none) is evaluated with gradient: there the
+    gradient phase begins. `relaxation[pass]`: how far an entry moves towards its computed value. `start`: a
+    layerwise one; by default every state is the embedding.
     """
     relaxation = relaxation or {}
     T = len(tokens)
     positions = positions_in_document(documents)
     embedded = [p["model.embed_tokens.weight"][token] for token in tokens]
-    first = [pool(p, s, [embedded[i]] * s.layers, positions[i]) for i in range(T)]
+    begin = [[x] * s.layers for x in embedded]
+    if start is not None:
+        seen = [visible(documents, i) for i in range(T)]
+        begin = layerwise(p, s, embedded, positions, seen, start)
+    first = [pool(p, s, begin[i], positions[i]) for i in range(T)]
     entries = first if no_grad == 0 else [detach(entry) for entry in first]
     finals: list[Tensor | None] = [None] * T
     for step in steps:
@@ -288,7 +335,12 @@ def passes(
 
 
 def continue_document(
-    p: dict, s: Settings, cache: list[Entry], tokens: list[int], steps: list[Step]
+    p: dict,
+    s: Settings,
+    cache: list[Entry],
+    tokens: list[int],
+    steps: list[Step],
+    start: Start | None = None,
 ) -> tuple[Tensor, list[Entry]]:
     """More tokens of one document behind the entries of its earlier ones: hidden [T, D], all entries.
 
@@ -296,7 +348,12 @@ def continue_document(
     """
     begin = len(cache)
     embedded = [p["model.embed_tokens.weight"][token] for token in tokens]
-    entries = cache + [pool(p, s, [x] * s.layers, begin + i) for i, x in enumerate(embedded)]
+    states = [[x] * s.layers for x in embedded]
+    if start is not None:
+        positions = list(range(begin, begin + len(tokens)))
+        seen = [list(range(i)) for i in range(len(tokens))]
+        states = layerwise(p, s, embedded, positions, seen, start, cache)
+    entries = cache + [pool(p, s, known, begin + i) for i, known in enumerate(states)]
     finals: list[Tensor | None] = [None] * len(tokens)
     for step in steps:
         written = []

@@ -104,7 +104,7 @@ def bare(plan: dict[str, Any], shard: SequenceShard, world: process_group.World)
             gradients[name] = shard.total(p.grad)
     lm.eval()
     with torch.no_grad():
-        schedule = Schedule.cyclic(plan["groups"], 5)
+        schedule = Schedule.cyclic(plan["groups"], 5, start=lm.config.prefill_schedule().start)
         evaluated = lm.model(
             input_ids=ids, document_ids=documents, schedule=schedule, use_cache=False
         ).last_hidden_state

@@ -148,11 +148,38 @@ def test_no_names_means_the_papers_seven_models() -> None:
     assert all((ROOT / "configs" / f"{name}.yaml").exists() for name in PRINTED)
 
 
-@pytest.mark.parametrize("name", ["paper_wm_k8", "paper_lckv_w4"])
-def test_counts_times_costs_are_what_whole_steps_take(name: str) -> None:
+def test_a_layerwise_start_by_hand() -> None:
+    """Training: a sweep and 0 + 1 passes, 16 blocks and 1.875 pools with gradient. Prefill: a sweep, a pass,
+    two pools. A channel of the sweep is what tests/plan/test_flops.py says."""
+    overrides = ["model.start=layerwise", "model.no_grad_passes=0", "model.grad_passes=1"]
+    overrides += ["model.prefill_passes=1"]
+    base = counted("paper_vanilla_16l")["lean"]
+    for name, pool, training, prefill in (("paper_wm_k8", 12, 1.33, 1.99), ("paper_wm_k16", 24, 1.42, 2.09)):
+        lm = tool().on_meta(load(ROOT / "configs" / f"{name}.yaml", overrides), 2048)
+        lean = tool().report(name, lm).lean
+        known = (len([s for s in range(1, 16, 2) if s <= layer]) for layer in range(15))
+        channels = sum(64 * (s + 1) * 512 + 64 * 512 + 4 * 288 * 512 for s in known) / UNIT
+        sweep = 15 * 14 + channels
+        assert lean.training / UNIT == pytest.approx(sweep + 16 * 14 + 16 * 30 + 3 * 1.875 * pool, abs=0.1)
+        assert lean.prefill / UNIT == pytest.approx(sweep + 16 * 14 + 2 * pool, abs=0.1)
+        assert lean.training / base["training"] == pytest.approx(training, abs=0.005)
+        assert lean.prefill / base["prefill"] == pytest.approx(prefill, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("paper_wm_k8", []),
+        ("paper_lckv_w4", []),
+        ("paper_wm_k8", ["model.start=layerwise"]),
+        ("paper_wm_k8", ["model.start=layerwise", "model.start_grad=true", "model.no_grad_passes=0"]),
+        ("paper_wm_k8", ["model.prefill_start=layerwise", "model.prefill_passes=1"]),
+    ],
+)
+def test_counts_times_costs_are_what_whole_steps_take(name: str, start: list[str]) -> None:
     """The same as running training, prefill and recomputation with all their passes and groups."""
     narrow = ["model.hidden_size=32", "model.intermediate_size=64", "model.head_dim=16"]
-    narrow += ["model.num_attention_heads=2", "model.num_key_value_heads=1"]
+    narrow += ["model.num_attention_heads=2", "model.num_key_value_heads=1", *start]
     if name == "paper_wm_k8":
         narrow += ["model.num_hidden_layers=3", "model.num_kv_channels=2", "model.num_groups=4"]
     lm = tool().on_meta(load(ROOT / "configs" / f"{name}.yaml", narrow), 64)

@@ -11,14 +11,21 @@ from tools import measure_convergence as tool
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    run = exported.make_run(tmp_path_factory.mktemp("converged"), seq_len=32)
+def run(tmp_path_factory):
+    return exported.make_run(tmp_path_factory.mktemp("converged"), seq_len=32)
+
+
+def measured(run, options: str) -> dict:
     output = run / "convergence"
-    options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4 --relaxation 0.9"
-    arguments = [str(run), *options.split()]
-    assert tool.main([*arguments, "--output", str(output)]) == 0
+    assert tool.main([str(run), *options.split(), "--output", str(output)]) == 0
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(output.with_suffix(".json").read_text())
+
+
+@pytest.fixture(scope="module")
+def report(run):
+    options = "--sequences 1 --groups 1 8 32 --chunks 16 --max-passes 4 --relaxation 0.9 --starts embedding"
+    return measured(run, options)
 
 
 def test_every_schedule_is_there(report):
@@ -48,6 +55,26 @@ def test_passes_converge_and_cost_what_they_do(report):
     for entry in report["schedules"]:
         assert all(0 < after < before for before, after in pairwise(entry["residuals"])), entry["name"]
     assert reached["speedup_over_exact"] == pytest.approx(report["exact"]["seconds"] / reached["seconds"])
+
+
+def test_starts_are_an_axis(run, capsys):
+    """A sweep is one step more, unless nobody reads its start; three starts give three perplexities."""
+    starts = "--starts embedding layerwise layerwise-embedding --every-pass"
+    report = measured(run, f"--sequences 1 --groups 1 32 --chunks --max-passes 2 --relaxation 1 {starts}")
+    names = [entry["name"] for entry in report["schedules"]]
+    notes = ["", ", layerwise start", ", layerwise-embedding start"]
+    assert names == [f"{name}{note}" for note in notes for name in ("Jacobi", "cyclic g=32")]
+    found = dict(zip(names, report["schedules"]))
+    assert all(len(entry["passes"]) == 2 for entry in found.values())
+    firsts = [found[f"Jacobi{note}"]["passes"][0] for note in notes]
+    assert [first["steps"] for first in firsts] == [1, 2, 2]
+    assert len({round(first["perplexity"], 6) for first in firsts}) == 3
+    exact = [found[f"cyclic g=32{note}"] for note in notes]
+    assert [entry["reached"]["steps"] for entry in exact] == [32] * 3
+    assert [entry["reached"]["flops"] for entry in exact] == [exact[0]["reached"]["flops"]] * 3
+    shown = capsys.readouterr().out
+    assert re.search(r"^excess after passes +1 +2$", shown, re.MULTILINE)
+    assert len(re.findall(r"^(?:Jacobi|cyclic).*%$", shown, re.MULTILINE)) == 6
 
 
 def test_a_folder_needs_data(tmp_path, capsys):

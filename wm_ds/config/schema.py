@@ -140,12 +140,24 @@ class Model(Section):
     """Passes of a training step without gradient. Default 1."""
     grad_passes: Count | None = Field(None, gt=0)
     """Passes with gradient, after those without. Default 2."""
+    start: Literal["embedding", "layerwise"] | None = None
+    """What the pool holds before the first pass. embedding (default): made as if every layer's state were the
+    token's embedding. layerwise: made from one sweep over all positions, in which each layer reads its
+    channel of the states so far; it costs one traversal of the layers and counts as no pass."""
+    start_missing: Literal["newest", "embedding"] | None = None
+    """What stands in, in a layerwise start, for the states of layers that it has not reached: the newest
+    state (default) or the embedding."""
+    start_grad: bool | None = None
+    """Whether gradient flows through the sweep of a layerwise start; needs no_grad_passes 0. Default false:
+    it begins where the sweep's states are pooled."""
     attention: Literal["auto", "sdpa", "flex"] | None = None
     """Attention kernel; default auto: flex for long steps on CUDA, otherwise sdpa."""
     prefill_passes: Count | None = Field(None, gt=0)
     """Passes over a prompt in generation and evaluation; default: as in training."""
     prefill_groups: Count | None = Field(None, gt=0)
     """Groups in generation and evaluation; default: num_groups."""
+    prefill_start: Literal["embedding", "layerwise"] | None = None
+    """Start in generation and evaluation; default: as in training."""
 
     def fields(self) -> dict[str, Any]:
         """The fields that go to the model's own configuration class; unset ones keep its defaults."""

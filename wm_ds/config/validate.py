@@ -243,6 +243,8 @@ def _idle_in_model(m: Model) -> list[Idle]:
         reason = "with model.feedback = false, where one pass is exact"
         return [
             ("schedule chunk_size relaxation prefill_groups", reason, None),
+            ("start_missing start_grad", reason, None),
+            ("start prefill_start", reason, "embedding"),
             ("num_groups", reason, 8),
             ("no_grad_passes", reason, 0),
             ("grad_passes prefill_passes", reason, 1),
@@ -254,6 +256,11 @@ def _idle_in_model(m: Model) -> list[Idle]:
         passes = "num_groups no_grad_passes grad_passes relaxation prefill_passes prefill_groups"
         reason = "with model.schedule = exact, which has neither passes nor groups"
         found.append((passes, reason, None))
+        found.append(("start prefill_start", reason, "embedding"))
+    if "layerwise" not in (m.start, m.prefill_start):
+        reason = f"with model.start = {m.start or 'embedding'}"
+        found.append(("start_missing", reason, "newest"))
+        found.append(("start_grad", reason, False))
     return found
 
 
@@ -284,6 +291,10 @@ _BELONGS = {
     "num_groups": _PASSES,
     "no_grad_passes": _PASSES,
     "grad_passes": _PASSES,
+    "start": _POOL,
+    "start_missing": _POOL,
+    "start_grad": _POOL,
+    "prefill_start": _POOL,
     "prefill_passes": _PASSES,
     "prefill_groups": _PASSES,
 }

@@ -19,6 +19,8 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
     """One forward without gradient over the first row of each rank; averages over ranks. Collective.
 
     residuals [passes]: relative change of the pool in each pass (0: the fixed point is reached).
+    gain [2]: how much a small change of the pool then grows in one more pass, a random one and what the pass
+    before has made of it (model/gain.py).
     router_entropy [k]: of |alpha| over the L sources, in nats, per channel; keys and values apart. 0 is one
     source, log L is all alike. feedback_share [k]: part of |alpha| that lies on states deeper than the input
     of the layer that reads the channel, averaged over its readers. peak_memory_gib [ranks]: since the start,
@@ -46,26 +48,28 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
 
     row = {k: v[:1] for k, v in micro_batch.items()}
     try:
-        model.measure_residuals = True
+        model.measure_residuals = model.measure_gain = True
         for name, branch in branches.items():
             branch.mixing_weights = watched(name, branch.mixing_weights)
         # Compiled code would be compiled again for every number that is added up, and then given up.
         with torch.compiler.set_stance("force_eager"):
             engine.evaluate([row])
     finally:
-        model.measure_residuals = False
+        model.measure_residuals = model.measure_gain = False
         for branch in branches.values():
             branch.__dict__.pop("mixing_weights", None)
-    mean = [model.residuals.float(), *(sums[name].mean().flatten() for name in branches)]
+    mean = [model.gain.float(), model.residuals.float(), *(sums[name].mean().flatten() for name in branches)]
     packed = torch.cat([m.to(engine.world.device) for m in mean]).double()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(packed)
     numbers = [round(x, 5) for x in (packed / engine.world.size).tolist()]
     k = model.config.num_kv_channels
+    gain, numbers = numbers[: len(model.gain)], numbers[len(model.gain) :]
     passes = len(numbers) - 4 * k
     parts = [numbers[passes + i * k : passes + (i + 1) * k] for i in range(4)]
     return memory | {
         "residuals": numbers[:passes],
+        "gain": gain,
         "router_entropy": {"key": parts[0], "value": parts[2]},
         "feedback_share": {"key": parts[1], "value": parts[3]},
     }

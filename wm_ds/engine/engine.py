@@ -353,7 +353,8 @@ class Engine:
             model_arguments["schedule"] = self.passes_schedule(1)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         tokens = 0
-        with self.traces.of(("evaluation", str(model_arguments.get("schedule")))):
+        measures = getattr(self.lm.model, "measure_residuals", False)  # diagnostics.py: more is then computed
+        with self.traces.of(("evaluation", str(model_arguments.get("schedule")), measures)):
             for micro_batch in micro_batches:
                 batch = {k: v.to(self.world.device) for k, v in micro_batch.items() if k != "sample_ids"}
                 total += self.ds(**batch, **model_arguments).double()

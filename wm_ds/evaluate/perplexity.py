@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +143,16 @@ def entries(config: Any, question: Question, count: int) -> list[Entry]:
     training = config.training_schedule()
     if training.kind == "exact":
         return [Entry("exact", training, count, as_trained=True)]
-    found = []
+    found, start = [], replace(training.start, grad=False)
     plain = training.kind == "cyclic" and training.factor(1) == 1.0
     for passes in range(1, (question.passes or training.passes + 1) + 1):
-        schedule = Schedule.cyclic(training.groups, passes)
+        schedule = Schedule.cyclic(training.groups, passes, start=start)
         is_trained = plain and passes == training.passes
         name = name_of(schedule) + (", as trained" if is_trained else "")
         found.append(Entry(name, schedule, count, is_trained))
     if not any(entry.as_trained for entry in found):
         found.append(Entry(name_of(training) + ", as trained", training, count, as_trained=True))
-    converged = Converged(training.groups, question.tolerance)
+    converged = Converged(training.groups, question.tolerance, start=start)
     found.append(Entry(f"until converged to {question.tolerance:g}", converged, count))
     some = min(question.exact, count)
     if some > 0:
@@ -170,8 +170,12 @@ def kind_of(schedule: Schedule | Converged | None) -> str:
 
 def name_of(schedule: Schedule | Converged) -> str:
     """A schedule in a few words."""
+    start = ""
+    if schedule.start.sweeps:
+        missing = schedule.start.missing
+        start = ", layerwise start" + ("" if missing == "newest" else f" ({missing})")
     if isinstance(schedule, Converged):
-        return f"until converged to {schedule.tolerance:g}, g={schedule.groups}"
+        return f"until converged to {schedule.tolerance:g}, g={schedule.groups}{start}"
     if schedule.kind == "exact":
         return "exact, one token after another"
     kind = "Jacobi" if schedule.kind == "cyclic" and schedule.groups == 1 else schedule.kind
@@ -179,7 +183,8 @@ def name_of(schedule: Schedule | Converged) -> str:
     groups = f", g={schedule.groups}" if schedule.groups > 1 else ""
     factors = [f"{schedule.factor(turn):g}" for turn in range(1, schedule.passes)]
     relaxation = f", relaxation {', '.join(dict.fromkeys(factors))}" if set(factors) - {"1"} else ""
-    return f"{kind}{where}{groups}, {schedule.passes} pass{'es' if schedule.passes > 1 else ''}{relaxation}"
+    passes = f"{schedule.passes} pass{'es' if schedule.passes > 1 else ''}"
+    return f"{kind}{where}{groups}, {passes}{relaxation}{start}"
 
 
 @torch.no_grad()

@@ -77,4 +77,5 @@ def scoring_schedule(config: Any, question: Question) -> Schedule | None:
     if question.passes is None and question.groups is None:
         return config.prefill_schedule()
     usual = config.prefill_schedule("cyclic")
-    return Schedule.cyclic(question.groups or usual.groups, question.passes or usual.passes)
+    groups, passes = question.groups or usual.groups, question.passes or usual.passes
+    return Schedule.cyclic(groups, passes, start=usual.start)

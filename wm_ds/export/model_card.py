@@ -34,9 +34,9 @@ CODE = (
     "`trust_remote_code=False`."
 )
 HOW = (
-    "A prompt is read with {passes} passes over {groups} (`prefill`, `prefill_passes` and `prefill_groups` "
-    "in `config.json`; more passes come closer to exact evaluation), and every generated token is evaluated "
-    "exactly."
+    "A prompt is read with {passes} passes over {groups}{start} (`prefill`, `prefill_passes`, "
+    "`prefill_groups` and `prefill_start` in `config.json`; more passes come closer to exact evaluation), "
+    "and every generated token is evaluated exactly."
 )
 CACHE = (
     "The cache holds {k} KV channels, {k}/{layers} of what a model of this depth usually keeps: {size:,} "
@@ -89,7 +89,7 @@ def render(facts: dict[str, Any], config: Any) -> str:
         how = [CODE]
         if iterates:
             usual = config.prefill_schedule("cyclic")
-            how += [HOW.format(passes=usual.passes, groups=_groups(usual.groups))]
+            how += [HOW.format(passes=usual.passes, groups=_groups(usual.groups), start=_start(usual))]
         size = cache_bytes(config, getattr(torch, facts["dtype"]))
         sizes = {"k": cached_kvs(config), "layers": config.num_hidden_layers}
         how += [CACHE.format(**sizes, size=size, dtype=facts["dtype"])]
@@ -150,8 +150,12 @@ def _schedule(config: Any) -> str:
     chunks = f" in chunks of {config.chunk_size}" if config.schedule in ("chunked", "wavefront") else ""
     return (
         f"{config.schedule}{chunks}, {_groups(config.num_groups)}, {config.no_grad_passes} passes without "
-        f"gradient and {config.grad_passes} with"
+        f"gradient and {config.grad_passes} with{_start(config.training_schedule())}"
     )
+
+
+def _start(schedule: Any) -> str:
+    return ", from a layerwise start" if schedule.start.sweeps else ""
 
 
 def _shape(config: Any) -> dict[str, Any]:

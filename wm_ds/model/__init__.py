@@ -4,7 +4,7 @@ from .cache import WhiteMatterCache
 from .configuration import CLAConfig, FusedKVConfig, LCKVConfig, WhiteMatterConfig, YOCOConfig
 from .lckv import LCKVForCausalLM, LCKVModel
 from .modeling import WhiteMatterForCausalLM, WhiteMatterModel
-from .schedule import Converged, Part, Schedule, Step
+from .schedule import EMBEDDING, LAYERWISE, Converged, Part, Schedule, Start, Step
 from .sharing import CLAForCausalLM, CLAModel, FusedKVForCausalLM, FusedKVModel, YOCOForCausalLM, YOCOModel
 
 # `save_pretrained` then writes this package's files beside the weights, so that the folder loads without it.
@@ -22,6 +22,8 @@ for _causal_lm in (
     _causal_lm.register_for_auto_class("AutoModelForCausalLM")
 
 __all__ = [
+    "EMBEDDING",
+    "LAYERWISE",
     "CLAConfig",
     "CLAForCausalLM",
     "CLAModel",
@@ -34,6 +36,7 @@ __all__ = [
     "LCKVModel",
     "Part",
     "Schedule",
+    "Start",
     "Step",
     "WhiteMatterCache",
     "WhiteMatterConfig",

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .arguments import refuse_unknown
-from .schedule import Converged, Schedule
+from .schedule import Converged, Schedule, Start
 
 ROUTER_INITS = ("auto", "top", "cyclic", "shifted")
 ROUTINGS = ("dynamic", "static", "softmax", "fixed")
@@ -40,12 +40,19 @@ class WhiteMatterConfig(PreTrainedConfig):
         chunk_size: tokens of a chunk; for "chunked" and "wavefront", of training or of a prefill.
         relaxation: from the second pass on, new entry = old + relaxation * (computed - old); a list has one
             factor for each pass from the second on, the last of which serves all further passes.
+        start: what the pool holds before the first pass: "embedding", made as if every layer's state were the
+            token's embedding (§3.3), or "layerwise", made from one sweep over all positions in which each
+            layer reads its channel of the states so far. That costs one traversal and counts as no pass.
+        start_missing: in a layerwise start, what stands in for the states of deeper layers: the "newest"
+            state or the "embedding".
+        start_grad: gradient flows through the sweep of a layerwise start, too; needs no_grad_passes 0.
         prefill: the sweep of a forward in evaluation mode: "trained" (that of `schedule`), one of the kinds
             above, or "converged": cyclic passes until no entry of a row's pool moves by more than
             prefill_tolerance, relative to its size; every row stops by itself.
         prefill_passes: passes of a forward in evaluation mode; None means as many as training runs.
         prefill_groups: groups of a forward in evaluation mode; None means num_groups.
         prefill_tolerance: see prefill.
+        prefill_start: `start` of a forward in evaluation mode; None means that of training.
         tokenizer_size: ids from here on have no token (the vocabulary is padded); `generate` never picks
             them. None: every id has one. Logits and losses are not touched.
         attention: the kernel: "sdpa", "flex" (flex_attention with block masks), or "auto": flex for long
@@ -86,10 +93,14 @@ class WhiteMatterConfig(PreTrainedConfig):
         grad_passes: int = 2,
         chunk_size: int | None = None,
         relaxation: float | Sequence[float] = 1.0,
+        start: str = "embedding",
+        start_missing: str = "newest",
+        start_grad: bool = False,
         prefill: str = "trained",
         prefill_passes: int | None = None,
         prefill_groups: int | None = None,
         prefill_tolerance: float = 1e-3,
+        prefill_start: str | None = None,
         tokenizer_size: int | None = None,
         attention: str = "auto",
         use_cache: bool = True,
@@ -121,10 +132,14 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.chunk_size = chunk_size
         # A list in memory as in JSON, so that a saved configuration reads back equal.
         self.relaxation = list(relaxation) if isinstance(relaxation, Sequence) else relaxation
+        self.start = start
+        self.start_missing = start_missing
+        self.start_grad = start_grad
         self.prefill = prefill
         self.prefill_passes = prefill_passes
         self.prefill_groups = prefill_groups
         self.prefill_tolerance = prefill_tolerance
+        self.prefill_start = prefill_start
         self.tokenizer_size = tokenizer_size
         self.attention = attention
         self.use_cache = use_cache
@@ -193,6 +208,11 @@ class WhiteMatterConfig(PreTrainedConfig):
                 f"feedback: false needs num_kv_channels ({self.num_kv_channels}) equal to num_hidden_layers "
                 f"({self.num_hidden_layers}): every layer reads the channel of its own depth"
             )
+        if "layerwise" in (self.start, self.prefill_start):
+            raise ValueError(
+                "feedback: false has no passes to start: it is itself one layerwise sweep. Leave out start "
+                "and prefill_start 'layerwise'"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -203,11 +223,13 @@ class WhiteMatterConfig(PreTrainedConfig):
 
     def training_schedule(self) -> Schedule:
         """The passes of a training step."""
+        start = Start(self.start, self.start_missing, self.start_grad)
         if self.schedule == "exact":
-            return Schedule.exact()
-        passes = self.no_grad_passes + self.grad_passes
-        chunk = self._chunk(self.schedule)
-        return Schedule(self.schedule, self.num_groups, passes, self.no_grad_passes, chunk, self.relaxation)
+            return Schedule("exact", 1, 1, start=start)
+        passes, chunk = self.no_grad_passes + self.grad_passes, self._chunk(self.schedule)
+        return Schedule(
+            self.schedule, self.num_groups, passes, self.no_grad_passes, chunk, self.relaxation, start
+        )
 
     def prefill_schedule(
         self,
@@ -215,6 +237,7 @@ class WhiteMatterConfig(PreTrainedConfig):
         passes: int | None = None,
         groups: int | None = None,
         tolerance: float | None = None,
+        start: str | None = None,
     ) -> Schedule | Converged:
         """The passes of a forward in evaluation mode; an argument takes the place of its `prefill…` field.
 
@@ -223,7 +246,12 @@ class WhiteMatterConfig(PreTrainedConfig):
         """
         kind = self._prefill_kind(prefill)
         used = self.prefill_settings(prefill)
-        given = {"prefill_passes": passes, "prefill_groups": groups, "prefill_tolerance": tolerance}
+        given = {
+            "prefill_passes": passes,
+            "prefill_groups": groups,
+            "prefill_tolerance": tolerance,
+            "prefill_start": start,
+        }
         for name, value in given.items():
             if value is not None and name not in used:
                 raise ValueError(
@@ -234,12 +262,14 @@ class WhiteMatterConfig(PreTrainedConfig):
         groups = self.prefill_groups if groups is None else groups
         passes = self.no_grad_passes + self.grad_passes if passes is None else passes
         groups = self.num_groups if groups is None else groups
+        start = (self.prefill_start or self.start) if start is None else start
+        begin = Start(start, self.start_missing)
         if kind == "converged":
             tolerance = self.prefill_tolerance if tolerance is None else tolerance
-            return Converged(groups, tolerance, self.relaxation)
+            return Converged(groups, tolerance, self.relaxation, begin)
         if kind == "exact":
             return Schedule.exact()
-        return Schedule(kind, groups, passes, 0, self._chunk(kind), self.relaxation)
+        return Schedule(kind, groups, passes, 0, self._chunk(kind), self.relaxation, begin)
 
     def _chunk(self, kind: str) -> int:
         """chunk_size for a kind of schedule that has chunks; it may be set for the prefill alone."""
@@ -250,7 +280,8 @@ class WhiteMatterConfig(PreTrainedConfig):
         kind = self._prefill_kind(prefill)
         if kind == "exact":
             return ()
-        return ("prefill_groups", "prefill_tolerance" if kind == "converged" else "prefill_passes")
+        passes = "prefill_tolerance" if kind == "converged" else "prefill_passes"
+        return ("prefill_groups", passes, "prefill_start")
 
     def _prefill_kind(self, prefill: str | None) -> str:
         kind = self.prefill if prefill is None else prefill
@@ -294,6 +325,9 @@ class LCKVConfig(WhiteMatterConfig):
             "router_init": "top",
             "router_stride": 2,
             "feedback": True,
+            "start": "embedding",
+            "start_missing": "newest",
+            "prefill_start": None,
         }
         _imply(kwargs, implied, f"an LCKV sandwich has no choice there: with warmup_layers {warmup_layers}")
         super().__init__(
@@ -518,7 +552,9 @@ from .converge import *
 from .decode import *
 from .feedforward import *
 from .flex import *
+from .gain import *
 from .generation import *
+from .layerwise import *
 from .layout import *
 from .lckv import *
 from .modeling import *

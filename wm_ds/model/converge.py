@@ -31,7 +31,7 @@ def run_until_converged(
     options = PassOptions(keep_states=options.keep_states)
     tape = empty_tape(stack, workspace, options)
     updates = Updates(stack, workspace, tape, options)
-    start = start_of(range(width))
+    start = start_of(range(width), schedule.start)
     store(tape, start, updates.run(start))
     final = tape  # of all rows; `tape` holds the rows that still move
     at_B = torch.arange(rows, device=workspace.x_BWD.device)

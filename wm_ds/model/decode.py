@@ -28,7 +28,7 @@ class CacheView(View):
         """The token."""
         return self.at
 
-    def channel(self, index: int) -> Channel:
+    def channel(self, index: int, entering: list[Tensor]) -> Channel:
         """Where it lies."""
         entry = self.cache.layers[index]
         return Channel([entry.keys], [entry.values])

@@ -14,7 +14,7 @@ from transformers.generation import (
 
 from .cache import CACHE_FIELD, WhiteMatterCache
 
-PREFILL_SETTINGS = ("prefill", "prefill_passes", "prefill_groups", "prefill_tolerance")
+PREFILL_SETTINGS = ("prefill", "prefill_passes", "prefill_groups", "prefill_tolerance", "prefill_start")
 
 
 class NoPadding(LogitsProcessor):

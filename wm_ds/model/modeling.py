@@ -28,6 +28,7 @@ from .configuration import WhiteMatterConfig
 from .converge import run_until_converged
 from .decode import decode
 from .feedforward import run_feedforward
+from .gain import loop_gain
 from .generation import PoolGenerationMixin
 from .layout import Layout, lay_out
 from .passes import run_passes
@@ -111,6 +112,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         entries_on_host: likewise, where the overwritten pool entries wait for backward.
         measure_residuals: keep each forward's per-pass residuals in `residuals` (how far a pass moved the
             pool, relative).
+        measure_gain: keep each forward's `gain` (gain.py) at the pool that its passes leave; without gradient
+            and with a fixed number of passes only.
         shard: this rank's part of the rows under sequence parallelism (shard.py); set by the trainer. Inputs
             are whole rows on every rank, and `last_hidden_state` has the rank's positions only.
     """
@@ -124,6 +127,8 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         self.entries_on_host = False
         self.measure_residuals = False
         self.residuals: Tensor | None = None
+        self.measure_gain = False
+        self.gain: Tensor | None = None
         self.shard: Shard = ALL
         self.gradient_checkpointing = False
         self.post_init()
@@ -245,12 +250,13 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             return self.norm(found.output), found.entering
         if cached:
             workspace = replace(workspace, past=cached_pool(cache, self.config.num_kv_channels))
+        measures = self.measure_residuals or self.measure_gain
         options = PassOptions(
             # Transformers' gradient checkpointing means groups.
             recompute="group" if self.gradient_checkpointing and self.recompute == "none" else self.recompute,
             entries_on_host=self.entries_on_host,
             # A pass is measured by all of its entries, those of the last one included.
-            keep_cache=keep_cache or (self.measure_residuals and not torch.is_grad_enabled()),
+            keep_cache=keep_cache or (measures and not torch.is_grad_enabled()),
             keep_states=keep_states,
             measure_residuals=self.measure_residuals,
             shard=self.shard,
@@ -274,7 +280,7 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
         return x_BTD
 
     def _stack(self) -> Stack:
-        return Stack(self.layers, self.pool, self.dummy_key, self.dummy_value)
+        return Stack(self.layers, self.pool, self.dummy_key, self.dummy_value, self.pool)
 
     def _decodes(self, layout: Layout, cache: Cache, dtype: torch.dtype) -> bool:
         """Whether the new columns are one real token a row, which `decode` evaluates behind the cache."""
@@ -317,7 +323,11 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
     ) -> PassResult:
         """The fixed point."""
         if is_fixed(schedule):
-            return run_passes(stack, workspace, schedule, options)
+            result = run_passes(stack, workspace, schedule, options)
+            if self.measure_gain and not torch.is_grad_enabled():
+                entries = (result.keys, result.values)
+                self.gain = loop_gain(stack, workspace, schedule, entries, options.shard)
+            return result
         if torch.is_grad_enabled():
             raise ValueError("a converged prefill carries no gradient: call it under torch.no_grad()")
         return run_until_converged(stack, workspace, schedule, options)
@@ -352,6 +362,7 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
         prefill_passes: int | None = None,
         prefill_groups: int | None = None,
         prefill_tolerance: float | None = None,
+        prefill_start: str | None = None,
         cache: Cache | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
@@ -365,8 +376,9 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
                 model shifts them); gives the mean cross-entropy as `loss`.
             logits_to_keep: compute logits for the last so many positions, or for these positions; 0 is all.
                 Not together with labels, which need all of them.
-            prefill, prefill_passes, prefill_groups, prefill_tolerance: in place of the configuration's fields
-                of these names, for this call; also arguments of `generate` and fields of a GenerationConfig.
+            prefill, prefill_passes, prefill_groups, prefill_tolerance, prefill_start: in place of the
+                configuration's fields of these names, for this call; also arguments of `generate` and fields
+                of a GenerationConfig.
             num_items_in_batch: what the sum of the losses is divided by, in place of the number of labels
                 (transformers' Trainer accumulates gradients with it).
             kwargs: `shift_labels` [B, T], labels that are shifted already: position i's is token i + 1.
@@ -385,12 +397,11 @@ class WhiteMatterForCausalLM(PoolGenerationMixin, WhiteMatterPreTrainedModel):
                 "labels need the logits of all positions: leave out logits_to_keep, or the labels"
             )
         as_dict = self.config.return_dict if return_dict is None else return_dict
-        if (prefill, prefill_passes, prefill_groups, prefill_tolerance) != (None,) * 4:
+        settings = (prefill, prefill_passes, prefill_groups, prefill_tolerance, prefill_start)
+        if any(setting is not None for setting in settings):
             if schedule is not None:
                 raise ValueError("give either a schedule or prefill settings, not both")
-            schedule = self.config.prefill_schedule(
-                prefill, prefill_passes, prefill_groups, prefill_tolerance
-            )
+            schedule = self.config.prefill_schedule(*settings)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -55,31 +55,51 @@ class PoolBranch(nn.Module):
         alpha_1kL = self.router_bias.view(1, *self.shape)
         return alpha_1kL.softmax(-1) if self.routing == "softmax" else alpha_1kL
 
-    def forward(self, unit_NLD: Tensor) -> Tensor:
-        """unit_NLD: states over their RMS. Returns [k, N, G, d]."""
+    def forward(
+        self, unit_NLD: Tensor, channel: int | None = None, missing_ND: Tensor | None = None
+    ) -> Tensor:
+        """unit_NLD: states over their RMS. Returns [k, N, G, d]; one channel alone as `one` says."""
+        if channel is not None:  # by way of forward, so that ZeRO-3's hooks gather the parameters
+            return self.one(channel, unit_NLD, missing_ND)
         hat_NLD = (unit_NLD * self.source_norm).to(unit_NLD.dtype)
         alpha_NkL = self.mixing_weights(hat_NLD)
         mix_NkD = torch.matmul(alpha_NkL, hat_NLD.to(alpha_NkL.dtype))
         return self.project(mix_NkD, slice(None))
 
-    def below(self, channel: int, unit_NlD: Tensor) -> Tensor:
-        """Channel `channel` from the states of the layers up to its own (the ablation without feedback).
+    def one(self, channel: int, unit_NlD: Tensor, missing_ND: Tensor | None = None) -> Tensor:
+        """Channel `channel` from the states of the first l layers.
 
-        unit_NlD: l = channel + 1 states over their RMS. Returns [1, N, G, d].
+        unit_NlD: these states over their RMS. missing_ND: what stands in for each deeper one, over its RMS;
+        without it, router and mixture leave them out (the ablation without feedback). Returns [1, N, G, d].
         """
-        count = channel + 1
+        count, layers = unit_NlD.shape[1], self.shape[1]
         hat_NlD = (unit_NlD * self.source_norm[:count]).to(unit_NlD.dtype)
-        first = channel * self.shape[1]
-        if self.router_bias is None:
+        sources = count if missing_ND is None else layers
+        rows = slice(channel * layers, channel * layers + sources)
+        if self.router_bias is not None:
+            alpha_NL = self.router_bias[rows]
+        elif missing_ND is not None:
+            alpha_NL = hat_NlD.new_tensor(self.pattern[rows])
+        else:
             raise ValueError("a fixed routing reads layers above the channel's own")
-        alpha_Nl = self.router_bias[first : first + count]
         if self.routing == "softmax":
-            alpha_Nl = alpha_Nl.softmax(-1)
+            alpha_NL = alpha_NL.softmax(-1)
         if self.router_weight is not None:
             xi_NSD = hat_NlD[:, self.sources].flatten(1)
-            weight = self.router_weight[first : first + count, : xi_NSD.shape[1]]
-            alpha_Nl = F.linear(xi_NSD, weight, alpha_Nl)
+            known, rest = self.router_weight[rows].split(
+                (xi_NSD.shape[1], self.router_weight.shape[1] - xi_NSD.shape[1]), dim=1
+            )
+            alpha_NL = F.linear(xi_NSD, known, alpha_NL)
+            if missing_ND is not None and rest.shape[1]:
+                # One vector for all of them: their norms and router columns are added up first.
+                norm_SD = self.source_norm[self.sources][-(rest.shape[1] // missing_ND.shape[1]) :]
+                rest_LD = (rest.unflatten(1, norm_SD.shape) * norm_SD).sum(1)
+                alpha_NL = alpha_NL + F.linear(missing_ND, rest_LD)
+        alpha_Nl = alpha_NL[..., :count]
         mix_N1D = torch.matmul(alpha_Nl.unsqueeze(-2), hat_NlD.to(alpha_Nl.dtype))
+        if missing_ND is not None and count < layers:
+            weight_ND = torch.matmul(alpha_NL[..., count:], self.source_norm[count:].to(alpha_NL.dtype))
+            mix_N1D = mix_N1D + (weight_ND * missing_ND).unsqueeze(-2)
         return self.project(mix_N1D, slice(channel, channel + 1))
 
     def project(self, mix_NkD: Tensor, channels: slice) -> Tensor:
@@ -121,12 +141,24 @@ class Pool(nn.Module):
         keys = rotate(keys, cos[None, :, :, None], sin[None, :, :, None])
         return keys.transpose(2, 3), values.transpose(2, 3)
 
-    def channel(self, index: int, units: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, W, d] of one channel from the layers up to its own; units are [B, W, D]."""
+    def channel(
+        self,
+        index: int,
+        units: Sequence[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        missing_BWD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, W, d] of one channel from the first states over their RMS, each [B, W, D].
+
+        missing_BWD stands in for deeper layers' states, over its RMS; without it they are left out.
+        """
         rows = units[0].shape[0]
         unit_NlD = torch.stack(list(units), dim=2).flatten(0, 1)
+        missing_ND = None if missing_BWD is None else missing_BWD.flatten(0, 1)
         key, value = (
-            branch.below(index, unit_NlD)[0].unflatten(0, (rows, -1)) for branch in (self.key, self.value)
+            branch(unit_NlD, index, missing_ND)[0].unflatten(0, (rows, -1))
+            for branch in (self.key, self.value)
         )
         return rotate(key, cos[:, :, None], sin[:, :, None]).transpose(1, 2), value.transpose(1, 2)
 

@@ -46,6 +46,44 @@ def relaxation_factor(relaxation: Relaxation, pass_index: int) -> float:
 
 
 @dataclass(frozen=True)
+class Start:
+    """What the pool holds before the first pass.
+
+    Attributes:
+        kind: "embedding" (pooled as if every layer's state were the token's embedding, §3.3) or "layerwise"
+            (pooled from the states of one sweep, layer by layer, over all positions: layerwise.py).
+        missing: in that sweep, what stands in for the states of layers that it has not reached: the "newest"
+            state or the "embedding".
+        grad: gradient flows through that sweep. Without, it begins where its states are pooled.
+    """
+
+    kind: str = "embedding"
+    missing: str = "newest"
+    grad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in STARTS:
+            raise ValueError(f"start is {self.kind!r}; choose one of {', '.join(STARTS)}")
+        if self.missing not in STAND_INS:
+            raise ValueError(f"start_missing is {self.missing!r}; choose one of {', '.join(STAND_INS)}")
+        if self.grad and self.kind == "embedding":
+            raise ValueError("start_grad = true has no effect on start 'embedding': use start 'layerwise'")
+        if self.kind == "embedding":
+            object.__setattr__(self, "missing", "newest")  # nothing is missing: all such starts are equal
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether layers run before the first pass."""
+        return self.kind == "layerwise"
+
+
+STARTS = ("embedding", "layerwise")
+STAND_INS = ("newest", "embedding")
+EMBEDDING = Start()
+LAYERWISE = Start("layerwise")
+
+
+@dataclass(frozen=True)
 class Schedule:
     """How often, and in which order, positions are updated.
 
@@ -58,6 +96,7 @@ class Schedule:
         chunk: tokens of a chunk ("chunked" and "wavefront").
         relaxation: from the second pass on, new entry = old + relaxation * (computed - old); one factor, or
             one for each pass from the second on, of which the last serves all further passes.
+        start: what the first pass finds in the pool; it is no pass itself.
     """
 
     to_tolerance: ClassVar[bool] = False
@@ -68,6 +107,7 @@ class Schedule:
     no_grad: int = 0
     chunk: int = 0
     relaxation: Relaxation = 1.0
+    start: Start = EMBEDDING
 
     def __post_init__(self) -> None:
         if self.kind not in ("cyclic", "exact", "chunked", "wavefront"):
@@ -85,6 +125,13 @@ class Schedule:
                 raise ValueError(f"a chunk of {self.chunk} tokens cannot hold {self.groups} groups")
         elif self.chunk:
             raise ValueError(f"chunk is {self.chunk}, but schedule {self.kind!r} has no chunks")
+        if self.start.grad and self.no_grad:
+            raise ValueError(
+                f"start_grad = true has no effect where no_grad_passes is {self.no_grad}: no gradient comes "
+                "back through passes without it. Use no_grad_passes 0, or start_grad = false"
+            )
+        if self.kind == "exact" and self.start.sweeps:
+            raise ValueError("start 'layerwise' has no effect on schedule 'exact', which reads no start")
         object.__setattr__(self, "relaxation", checked_relaxation(self.relaxation))
         if self.kind == "exact" and (self.groups, self.passes, self.relaxation) != (1, 1, 1.0):
             raise ValueError(
@@ -93,14 +140,23 @@ class Schedule:
             )
 
     @classmethod
-    def cyclic(cls, groups: int, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0) -> Schedule:
+    def cyclic(
+        cls,
+        groups: int,
+        passes: int,
+        no_grad: int = 0,
+        relaxation: Relaxation = 1.0,
+        start: Start = EMBEDDING,
+    ) -> Schedule:
         """Cyclic Gauss-Seidel: pass by pass, the positions i with i mod groups = 0, 1, … in turn."""
-        return cls("cyclic", groups, passes, no_grad, 0, relaxation)
+        return cls("cyclic", groups, passes, no_grad, 0, relaxation, start)
 
     @classmethod
-    def jacobi(cls, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0) -> Schedule:
+    def jacobi(
+        cls, passes: int, no_grad: int = 0, relaxation: Relaxation = 1.0, start: Start = EMBEDDING
+    ) -> Schedule:
         """Every position at once, `passes` times."""
-        return cls("cyclic", 1, passes, no_grad, 0, relaxation)
+        return cls("cyclic", 1, passes, no_grad, 0, relaxation, start)
 
     @classmethod
     def exact(cls) -> Schedule:
@@ -109,17 +165,29 @@ class Schedule:
 
     @classmethod
     def chunked(
-        cls, chunk: int, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0
+        cls,
+        chunk: int,
+        groups: int,
+        passes: int,
+        no_grad: int = 0,
+        relaxation: Relaxation = 1.0,
+        start: Start = EMBEDDING,
     ) -> Schedule:
         """All cyclic passes of the first `chunk` positions, then of the next, …"""
-        return cls("chunked", groups, passes, no_grad, chunk, relaxation)
+        return cls("chunked", groups, passes, no_grad, chunk, relaxation, start)
 
     @classmethod
     def wavefront(
-        cls, chunk: int, groups: int, passes: int, no_grad: int = 0, relaxation: float = 1.0
+        cls,
+        chunk: int,
+        groups: int,
+        passes: int,
+        no_grad: int = 0,
+        relaxation: Relaxation = 1.0,
+        start: Start = EMBEDDING,
     ) -> Schedule:
         """Staggered chunks: while chunk c runs its pass t, chunk c+1 runs its pass t-1, in the same steps."""
-        return cls("wavefront", groups, passes, no_grad, chunk, relaxation)
+        return cls("wavefront", groups, passes, no_grad, chunk, relaxation, start)
 
     def factor(self, pass_index: int) -> float:
         """The relaxation factor of a pass; the first, and the start before it, are not relaxed."""
@@ -177,7 +245,7 @@ class Converged:
         groups: strided groups of a pass.
         tolerance: a row is done once no entry (a token's vector of one channel and branch) moved by more than
             this in a pass, relative to its size. ceil(T/groups) passes are exact and therefore the most.
-        relaxation: as in Schedule.
+        relaxation, start: as in Schedule.
     """
 
     to_tolerance: ClassVar[bool] = True
@@ -185,6 +253,7 @@ class Converged:
     groups: int
     tolerance: float = 1e-3
     relaxation: Relaxation = 1.0
+    start: Start = EMBEDDING
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "relaxation", checked_relaxation(self.relaxation))
@@ -216,4 +285,14 @@ def is_converged(schedule: Schedule | Converged) -> TypeGuard[Converged]:
     return schedule.to_tolerance
 
 
-__all__ = ["Converged", "Part", "Schedule", "Step", "is_converged", "is_fixed"]
+__all__ = [
+    "EMBEDDING",
+    "LAYERWISE",
+    "Converged",
+    "Part",
+    "Schedule",
+    "Start",
+    "Step",
+    "is_converged",
+    "is_fixed",
+]

@@ -10,7 +10,7 @@ m slots that queries may reach, P cached tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Slots
+from .pool import Pool
 from .shard import ALL, Shard
 from .visibility import Visibility
 from .work import RECOMPUTE_POLICIES
@@ -29,12 +30,16 @@ PoolFunction = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers, the pool that all of them read, and the entry in front of every row: dummies are [k, G, d]."""
+    """Layers, the pool that all of them read, and the entry in front of every row: dummies are [k, G, d].
+
+    `mixer` is the pool again, where it can make single channels; a layerwise start needs that.
+    """
 
     layers: Sequence[nn.Module]
     pool: PoolFunction
     dummy_key: Tensor
     dummy_value: Tensor
+    mixer: Pool | None = None
 
     @property
     def channels(self) -> int:
@@ -43,8 +48,8 @@ class Stack:
 
     def share_of(self, shard: Shard) -> Stack:
         """The same with the dummies of the shard's heads only."""
-        dummies = (shard.share(dummy, 1) for dummy in (self.dummy_key, self.dummy_value))
-        return Stack(self.layers, self.pool, *dummies)
+        key, value = (shard.share(dummy, 1) for dummy in (self.dummy_key, self.dummy_value))
+        return replace(self, dummy_key=key, dummy_value=value)
 
 
 @dataclass(frozen=True)
@@ -144,8 +149,8 @@ class View:
         """Asked for by every layer anew, and by every recomputation of it, so that nothing keeps it alive."""
         raise NotImplementedError
 
-    def channel(self, index: int) -> Channel:
-        """One channel."""
+    def channel(self, index: int, entering: list[Tensor]) -> Channel:
+        """One channel, for the layer that the last of the states `entering` enters; those are all so far."""
         raise NotImplementedError
 
 
@@ -174,7 +179,7 @@ def run_layers(
         entering.append(h_BnD)
         if index == len(stack.layers) - 1 and not last:
             return States(entering, None)
-        run = partial(_run_layer, layer, view, view.channel(index % stack.channels))
+        run = partial(_run_layer, layer, view, view.channel(index % stack.channels, entering))
         if recompute:
             h_BnD = checkpoint(run, h_BnD, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, compute_dtype, slots_of, takes_flex
+from .layerwise import LayerwiseView
 from .stack import Channel, PassOptions, Queries, Stack, States, View, Workspace, run_layers
 from .tape import Computed, Tape, ordered, read, read_channel, store
 from .work import Step, Update, start_of
 
-# Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions.
+# Under "group+layer" the pool of a step is computed in up to so many pieces of at least so many positions,
+# and the pool of a sweep, which is of all positions, in as many under every policy.
 POOL_PIECES = 8
 MIN_POSITIONS_PER_PIECE = 32
 
@@ -53,7 +55,7 @@ class TapeView(View):
         """Looked up in what all layers and passes share."""
         return Queries(self.updates.slots(self.positions), *self.updates.table(self.positions))
 
-    def channel(self, index: int) -> Channel:
+    def channel(self, index: int, entering: list[Tensor]) -> Channel:
         """Aliases of the buffer."""
         lengths = self.updates.slots(self.positions).lengths
         return Channel(*read_channel(self.updates.tape, index, lengths, self.token))
@@ -108,7 +110,7 @@ class Updates:
         if not update.pool_grad:
             with torch.no_grad():
                 return self._compute(update, None)
-        if not self.options.by_step:
+        if not self.options.by_step or (update.sweeps and not update.states_grad):  # keeps the sweep's states
             return self._compute(update, token)
         runs = 0
 
@@ -133,23 +135,40 @@ class Updates:
             x_BnD = read(self.tape, update.positions, link)
             states = States([x_BnD], None)
             if update.runs_layers:
-                view = TapeView(self, update.positions, link)
                 recompute = self.options.by_layer and update.states_grad
+                view = self._view(update, link, recompute)
                 states = run_layers(self.stack, x_BnD, view, last=update.needs_hidden, recompute=recompute)
+            if update.sweeps:
+                self.masks.pop(update.positions, None)  # of the whole row, for one step
             # Asked for, the states lie beside the output, in one tensor: the tape then knows nothing of them.
             h_BnD = states.joined() if self.options.keep_states else states.output
         if not update.needs_pool:
             return Computed(None, None, h_BnD)
         if token is not None and not update.states_grad:
             cos = ordered(cos, token)
-        return Computed(*self._pool(states.entering, cos, sin), h_BnD)
+        return Computed(*self._pool(update, states.entering, cos, sin), h_BnD)
 
-    def _pool(self, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The pool of a step's states. Where layers are recomputed, too, nothing needs more memory (about 16
-        tensors of all L states); it is then computed, and recomputed in backward, piece by piece."""
+    def _view(self, update: Update, token: Tensor, recompute: bool) -> View:
+        """What the layers of an update read."""
+        view = TapeView(self, update.positions, token)
+        if update.missing is None:
+            return view
+        mixer = self.stack.mixer
+        if mixer is None:
+            raise ValueError("start 'layerwise' needs a pool of several channels, which this model has not")
+        return LayerwiseView(view, self.tape, token, mixer, update.missing, recompute)
+
+    def _pool(self, update: Update, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The pool of an update's states. Where layers are recomputed, too, nothing needs more memory (about
+        16 tensors of all L states); it is then computed, and recomputed in backward, piece by piece. So is
+        that of a sweep, which is of all positions at once."""
         length, pool = states[0].shape[1], self.stack.pool
-        pieces = min(POOL_PIECES, length // MIN_POSITIONS_PER_PIECE)
-        if self.options.recompute != "group+layer" or pieces < 2 or not torch.is_grad_enabled():
+        both, with_grad = self.options.recompute == "group+layer", torch.is_grad_enabled()
+        pieces = POOL_PIECES ** (update.sweeps + (both and with_grad))
+        pieces = max(1, min(pieces, length // MIN_POSITIONS_PER_PIECE))
+        kept = update.sweeps and not update.states_grad
+        again = with_grad and (self.options.by_step if kept else both and pieces > 1)
+        if pieces == 1 and not again:
             return pool(states, cos, sin)
 
         def piece(cos: Tensor, sin: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +178,10 @@ class Updates:
         keys, values = [], []
         for first, last in pairwise(cuts):
             inputs = [x[:, first:last] for x in (cos, sin, *states)]
-            key, value = checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False)
+            if again:
+                key, value = checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                key, value = piece(*inputs)
             keys.append(key)
             values.append(value)
         return torch.cat(keys, dim=3), torch.cat(values, dim=3)

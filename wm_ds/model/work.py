@@ -11,8 +11,9 @@ the last detached pass writes just those entries, so that pass runs its layers d
 gradient, and nothing is pooled twice.
 
 Terms: an *update* runs the layers on some positions and rewrites their pool entries; a *step* is the updates
-that read the same state of the pool; a *pass* is one update of every position; the *start* is the pooling of
-the embeddings before the first pass; *entries* are a position's keys and values in all channels.
+that read the same state of the pool; a *pass* is one update of every position; the *start* is the pooling,
+before the first pass, of the embeddings or of the states of a layerwise sweep (layerwise.py); *entries* are a
+position's keys and values in all channels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .schedule import Schedule
+from .schedule import EMBEDDING, Schedule, Start
 
 RECOMPUTE_POLICIES = ("none", "layer", "group", "group+layer")
 
@@ -32,7 +33,7 @@ class Update:
 
     Attributes:
         positions: an arithmetic progression of workspace positions.
-        pass_index: counted from 0; None at the start, where the embeddings stand for all states.
+        pass_index: counted from 0; None at the start.
         relaxation: new entry = old + relaxation * (computed - old).
         needs_pool: somebody reads the entries.
         needs_hidden: this is the positions' last update, so the last layer runs.
@@ -40,6 +41,8 @@ class Update:
         pool_grad: the pool carries gradient, of detached states where `states_grad` is false.
         keeps_old: backward puts the entries back that this update overwrites.
         remakes_start: instead, recomputing this update first makes the start's entries again.
+        missing: at a layerwise start, what stands in for states that its sweep has not reached; otherwise
+            None.
     """
 
     positions: range
@@ -51,19 +54,34 @@ class Update:
     pool_grad: bool = False
     keeps_old: bool = False
     remakes_start: bool = False
+    missing: str | None = None
+
+    @property
+    def sweeps(self) -> bool:
+        """A layerwise start."""
+        return self.missing is not None
 
     @property
     def runs_layers(self) -> bool:
-        """False at the start."""
-        return self.pass_index is not None
+        """False where the embeddings alone are pooled."""
+        return self.pass_index is not None or self.sweeps
 
 
 Step = tuple[Update, ...]
 
 
-def start_of(positions: range, gradient: bool = False) -> Update:
-    """The pooling of the embeddings of some positions."""
-    return Update(positions, None, 1.0, True, False, states_grad=gradient, pool_grad=gradient)
+def start_of(positions: range, start: Start = EMBEDDING, gradient: bool = False) -> Update:
+    """The start of some positions; a layerwise one is of all of them. `gradient`: it begins here."""
+    return Update(
+        positions,
+        None,
+        1.0,
+        True,
+        False,
+        states_grad=gradient and (start.grad or not start.sweeps),
+        pool_grad=gradient,
+        missing=start.missing if start.sweeps else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,15 +117,16 @@ def plan(
         remake_start: backward recomputes steps, and an update of the first pass that is alone in its step may
             make the start's entries again instead of keeping them: they come from the embeddings alone, for
             less than a hundredth of a step's work. Updates of one step must find each other's; ranks that
-            share a row would have to send them again.
+            share a row would have to send them again; a layerwise start's would take a whole sweep.
     """
     # With gradient, passes from here on carry it; the pass before them pools with gradient.
     first_grad = schedule.no_grad if gradient else schedule.passes + 1
+    remake_start = remake_start and not schedule.start.sweeps
     parts = schedule.steps(length)
     needed, start_needed = _needed(schedule, length, keep_cache)
     steps: list[Step] = []
     for positions in _start_sets(schedule, length, start_needed, whole_start):
-        steps.append((start_of(positions, gradient=first_grad == 0),))
+        steps.append((start_of(positions, schedule.start, gradient=first_grad == 0),))
     for step, needs in zip(parts, needed):
         updates = []
         alone = len(step) == 1
@@ -170,10 +189,12 @@ def _needed(schedule: Schedule, length: int, keep_cache: bool) -> tuple[list[lis
 
 
 def _start_sets(schedule: Schedule, length: int, needed: list[int], whole: bool) -> list[range]:
-    """The start's positions, in pieces as large as the largest step."""
+    """The start's positions, in pieces as large as the largest step; a layerwise sweep's are all at once."""
     parts = [part for step in schedule.steps(length) for part in step]
     if not needed:
         return []
+    if schedule.start.sweeps:
+        return [range(length)]
     if whole:
         return [part.positions for part in parts if part.pass_index == 0]
     piece, stop = max(len(part.positions) for part in parts), needed[-1] + 1
@@ -188,15 +209,17 @@ class Count:
         blocks: all layers but the last.
         last: the last layer.
         pools: the pool, both branches.
+        sweeps: the sweep of a layerwise start: all layers but the last, and before each of them its channel.
     """
 
     blocks: float = 0.0
     last: float = 0.0
     pools: float = 0.0
+    sweeps: float = 0.0
 
     def layers(self, depth: int) -> float:
         """Evaluations of one layer, in a stack of `depth`."""
-        return self.blocks * (depth - 1) + self.last
+        return (self.blocks + self.sweeps) * (depth - 1) + self.last
 
 
 @dataclass(frozen=True)
@@ -207,7 +230,7 @@ class PassCounts:
         forward: with and without gradient.
         backward: what gradient flows back through.
         repeated: forward work that backward runs again under the recompute policy.
-        steps: of the schedule; each goes through the layers once.
+        steps: of the schedule, and a layerwise start; each goes through the layers once.
         steps_with_gradient: those whose layers carry gradient.
     """
 
@@ -252,17 +275,17 @@ def pass_counts(
         backward.add(update, on_states, update.states_grad and update.needs_hidden, update.pool_grad)
         if by_step and (update.states_grad or update.pool_grad):
             # A recomputation ends once everything is found again that backward reads: where layers are
-            # recomputed by themselves and no pool follows, that is the last layer's input.
+            # recomputed by themselves and no pool follows, that is the last layer's input. A sweep without
+            # gradient is kept.
+            layers = on_states if update.sweeps else update.runs_layers
             skips_last = by_layer and not update.needs_pool
-            repeated.add(
-                update, update.runs_layers, update.needs_hidden and not skips_last, update.needs_pool
-            )
+            repeated.add(update, layers, update.needs_hidden and not skips_last, update.needs_pool)
             repeated.add(update, False, False, update.remakes_start)
         if by_layer:
             repeated.add(update, on_states, update.states_grad and update.needs_hidden, False)
-    in_passes = [step for step in planned.steps if step[0].runs_layers]
-    graded = [step for step in in_passes if any(update.states_grad for update in step)]
-    return PassCounts(forward.count(), backward.count(), repeated.count(), len(in_passes), len(graded))
+    traversals = [step for step in planned.steps if step[0].runs_layers]
+    graded = [step for step in traversals if any(update.states_grad for update in step)]
+    return PassCounts(forward.count(), backward.count(), repeated.count(), len(traversals), len(graded))
 
 
 class _Sum:
@@ -270,11 +293,12 @@ class _Sum:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.totals = [0, 0, 0]
+        self.totals = [0, 0, 0, 0]
 
     def add(self, update: Update, blocks: bool, last: bool, pools: bool) -> None:
-        for i, runs in enumerate((blocks, last, pools and update.needs_pool)):
-            self.totals[i] += runs * len(update.positions)
+        runs = (blocks and not update.sweeps, last, pools and update.needs_pool, blocks and update.sweeps)
+        for i, counts in enumerate(runs):
+            self.totals[i] += counts * len(update.positions)
 
     def count(self) -> Count:
         return Count(*(total / self.length for total in self.totals))

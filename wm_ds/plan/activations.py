@@ -3,7 +3,7 @@
 The real model runs forward and backward under a tracker of storages (meta_run.py). To stay within seconds the
 run is made small in directions in which memory is exactly affine: two or four groups of the size of the run's
 groups, one and two gradient passes, at the full number of layers or, for deep models, at two smaller ones;
-batch 1.
+batch 1. A layerwise start is of whole rows, not of groups: with it, only the depth is made smaller.
 
 The run takes the paths of the CPU: attention kernels on CUDA (flash, flex) save other small tensors than
 those. Where ranks share rows the model runs as one rank of its group, with all-to-alls that go nowhere.
@@ -115,7 +115,8 @@ def body(hf: PretrainedConfig, length: int, precision: str, recompute: str, rank
 def _body(hf: PretrainedConfig, length: int, precision: str, recompute: str, ranks: int) -> Body:
     if not family_of(hf).has_passes:
         return Body(*_measure(hf, length, precision, recompute), 0.0)
-    if not family_of(hf).has_pool or hf.schedule != "cyclic" or length < 4 * hf.num_groups:
+    whole = hf.schedule != "cyclic" or hf.start != "embedding" or length < 4 * hf.num_groups
+    if not family_of(hf).has_pool or whole:
         pool, waiting = _pool_bytes(hf, length, precision, recompute, ranks)
         return Body(*_measure(hf, length, precision, recompute, ranks), pool, waiting)
     # The last group's pool is left out, which is a larger part of few groups: where pools are kept, use more.
@@ -154,6 +155,6 @@ def _pool_bytes(
     channels = getattr(hf, "num_kv_channels", 1)
     entries = 2 * channels * hf.num_key_value_heads * hf.head_dim * length / ranks
     passes = hf.grad_passes + min(1, hf.no_grad_passes)
-    if "group" in recompute and hf.no_grad_passes <= 1 and ranks == 1:
+    if "group" in recompute and hf.no_grad_passes <= 1 and ranks == 1 and hf.start == "embedding":
         passes -= 1  # the start's entries are made again (model/work.py)
     return entries * (w + 4 + w * passes), entries * w * passes

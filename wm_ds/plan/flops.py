@@ -80,16 +80,18 @@ def _once(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float
 
 
 def _iterated(
-    config: PretrainedConfig, seq_len: int, recompute: str, depth: int, pool: float
+    config: PretrainedConfig, seq_len: int, recompute: str, depth: int, pool: float, channels: float = 0.0
 ) -> tuple[float, float]:
     """`depth` layers and a pool of so many FLOPs, as often as the plan of the passes has them; what
-    backward runs again."""
+    backward runs again. `channels`: those of a layerwise start's sweep."""
     block = _block(config, seq_len)
     counts = pass_counts(config.training_schedule(), seq_len, recompute=recompute)
     forward, backward, repeated = counts.forward, counts.backward, counts.repeated
-    body = forward.layers(depth) * block.forward + forward.pools * pool
-    body += backward.layers(depth) * block.backward + 2 * backward.pools * pool
-    return body, repeated.layers(depth) * block.forward + repeated.pools * pool
+    body = forward.layers(depth) * block.forward + forward.pools * pool + forward.sweeps * channels
+    body += backward.layers(depth) * block.backward
+    body += 2 * (backward.pools * pool + backward.sweeps * channels)
+    again = repeated.layers(depth) * block.forward + repeated.pools * pool + repeated.sweeps * channels
+    return body, again
 
 
 def _pooled(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:
@@ -97,7 +99,19 @@ def _pooled(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[flo
     L, D, k = config.num_hidden_layers, config.hidden_size, config.num_kv_channels
     router = 2 * k * L * len(config.router_sources) * D if config.routing == "dynamic" else 0
     pool = 2 * (router + 2 * k * L * D) + k * _kv(config)  # keys and values
-    return _iterated(config, seq_len, recompute, L, pool)
+    return _iterated(config, seq_len, recompute, L, pool, _channels(config))
+
+
+def _channels(config: PretrainedConfig) -> float:
+    """The channels that L-1 layers read in the sweep of a layerwise start, keys and values. Their routers
+    read the states so far, and one vector for all that are missing."""
+    L, D = config.num_hidden_layers, config.hidden_size
+    total = 0.0
+    for layer in range(L - 1):
+        known = sum(source <= layer for source in config.router_sources)
+        router = 2 * L * (known + 1) * D if config.routing == "dynamic" else 0
+        total += 2 * (router + 2 * L * D) + _kv(config)
+    return total
 
 
 def _sandwich(config: PretrainedConfig, seq_len: int, recompute: str) -> tuple[float, float]:

@@ -52,13 +52,15 @@ def sequence_bytes(
 
     `wide`: bytes of a number that travels, in the dtype of products. A layer sends its queries and outputs at
     every traversal and in backward; new pool entries go once for every token and pass, and their gradients
-    back.
+    back; in a layerwise start's sweep each layer's channel goes, too.
     """
     counts = pass_counts(hf.training_schedule(), length, recompute=recompute, shared=True)
     parts = (counts.forward, counts.backward, counts.repeated)
     traversals = sum(part.layers(hf.num_hidden_layers) for part in parts)
     writes = counts.forward.pools + counts.backward.pools
     queries = 2 * hf.num_attention_heads * hf.head_dim
-    entries = 2 * hf.num_kv_channels * hf.num_key_value_heads * hf.head_dim
-    numbers = queries * traversals + entries * writes
+    channel = 2 * hf.num_key_value_heads * hf.head_dim
+    sweeps = counts.forward.sweeps + counts.backward.sweeps * (2 if "group" in recompute else 1)
+    entries = channel * (hf.num_kv_channels * writes + (hf.num_hidden_layers - 1) * sweeps)
+    numbers = queries * traversals + entries
     return rows * length / ranks * (ranks - 1) / ranks * wide * numbers
