@@ -36,12 +36,12 @@ class LCKVModel(WhiteMatterModel):
         middle = list(self.layers[condensed.start : condensed.stop])
         self.stack = Stack(middle, self._condensed_kv, self.channels)
 
-    def _condensed_kv(self, state_NLD: Tensor, position_N: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, 1, G, d]: the top condensed layer's, from the state that enters it."""
+    def _condensed_kv(self, state_NLD: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, N, G, d]: the top condensed layer's, from the state that enters it."""
         layer = self.stack.layers[-1]
         normed_ND = layer.input_layernorm(state_NLD[:, -1].contiguous())
         key_NGd, value_NGd = layer.self_attn.entries(normed_ND, position_N)
-        return key_NGd[:, None], value_NGd[:, None]
+        return key_NGd[None], value_NGd[None]
 
     def states(self, x_ND: Tensor, position_N: Tensor) -> Tensor:
         """From embeddings to the output of the last layer."""

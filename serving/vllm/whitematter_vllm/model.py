@@ -49,7 +49,8 @@ class WhiteMatterModel(nn.Module):
         self.pool = Pool(config, self.rotary)
         shape = (config.num_kv_channels, heads.kv, heads.dim)
         self.dummy_key, self.dummy_value = (parameter(*shape, share_of=1) for _ in range(2))
-        self.stack = Stack(self.layers, self.pool, self.channels, self.dummy_key, self.dummy_value)
+        dummies = self.dummy_key, self.dummy_value
+        self.stack = Stack(self.layers, self.pool, self.channels, *dummies, mixer=self.pool)
 
     def forward(self, input_ids: Tensor, position_N: Tensor) -> Tensor:
         """The states [N, D] from which logits are made."""

@@ -77,27 +77,55 @@ class PoolBranch(nn.Module):
         self.proj = parameter(channels, heads.kv * heads.dim, width, share_of=1)
         self.head_norm = parameter(channels, heads.dim) if normalise_heads else None
 
-    def mixing_weights(self, hat_NLD: Tensor, channels: slice) -> Tensor:
-        """[N or 1, channels, L]."""
-        if self.routing == "fixed":
-            return self.pattern[channels].to(hat_NLD.dtype)[None]
-        bias_kL = self.router_bias.view(self.shape)[channels]
+    def mixing_weights(self, hat_NLD: Tensor) -> Tensor:
+        """[N or 1, k, L]."""
         if self.routing == "dynamic":
-            weight_kLX = self.router_weight.view(*self.shape, -1)[channels]
             xi_NX = hat_NLD[:, self.sources].flatten(1)
-            return F.linear(xi_NX, weight_kLX.flatten(0, 1), bias_kL.flatten()).unflatten(1, bias_kL.shape)
-        return bias_kL.softmax(-1)[None] if self.routing == "softmax" else bias_kL[None]
+            return F.linear(xi_NX, self.router_weight, self.router_bias).unflatten(1, self.shape)
+        return self._static_weights()[None]
 
-    def forward(self, unit_NLD: Tensor, channels: slice) -> Tensor:
-        """Keys that are not yet rotated, or values, of some channels: [N, channels, G, d]."""
+    def forward(self, unit_NLD: Tensor) -> Tensor:
+        """Keys that are not yet rotated, or values, [k, N, G, d]; from states over their RMS."""
         hat_NLD = unit_NLD * self.source_norm
-        mix_NkD = torch.matmul(self.mixing_weights(hat_NLD, channels), hat_NLD)
+        return self._project(torch.matmul(self.mixing_weights(hat_NLD), hat_NLD), slice(None))
+
+    def channel(self, index: int, unit_NlD: Tensor, missing_ND: Tensor) -> Tensor:
+        """One channel [1, N, G, d] where the states of the first l layers are known.
+
+        missing_ND stands in for each of the others; it too is over its RMS.
+        """
+        known = unit_NlD.shape[1]
+        hat_NlD, rest_LD = unit_NlD * self.source_norm[:known], self.source_norm[known:]
+        if self.routing == "dynamic":
+            weight_LSD = self.router_weight.view(*self.shape, -1, unit_NlD.shape[2])[index]
+            xi_NSD = hat_NlD[:, self.sources]
+            seen = xi_NSD.shape[1]
+            alpha_NL = F.linear(
+                xi_NSD.flatten(1), weight_LSD[:, :seen].flatten(1), self.router_bias.view(self.shape)[index]
+            )
+            # One vector stands for all sources that are missing: their columns are added up first.
+            columns_LD = (weight_LSD[:, seen:] * self.source_norm[self.sources][seen:]).sum(1)
+            alpha_NL = alpha_NL + F.linear(missing_ND, columns_LD)
+        else:
+            alpha_NL = self._static_weights()[index][None]
+        mix_N1D = torch.matmul(alpha_NL[:, None, :known], hat_NlD)
+        rest_ND = torch.matmul(alpha_NL[:, known:], rest_LD) * missing_ND
+        return self._project(mix_N1D + rest_ND[:, None], slice(index, index + 1))
+
+    def _static_weights(self) -> Tensor:
+        """[k, L], the same for all tokens."""
+        if self.routing == "fixed":
+            return self.pattern.to(self.proj.dtype)
+        bias_kL = self.router_bias.view(self.shape)
+        return bias_kL.softmax(-1) if self.routing == "softmax" else bias_kL
+
+    def _project(self, mix_NkD: Tensor, channels: slice) -> Tensor:
         normed_kND = rms_norm(mix_NkD, self.channel_norm[channels], self.eps).transpose(0, 1)
         out_kNX = torch.bmm(normed_kND, self.proj[channels].transpose(1, 2))
-        out_NkGd = out_kNX.transpose(0, 1).unflatten(-1, (-1, self.head_dim))
+        out_kNGd = out_kNX.unflatten(-1, (-1, self.head_dim))
         if self.head_norm is None:
-            return out_NkGd
-        return rms_norm(out_NkGd, self.head_norm[channels, None], self.eps)
+            return out_kNGd
+        return rms_norm(out_kNGd, self.head_norm[channels, None, None], self.eps)
 
 
 class Pool(nn.Module):
@@ -110,27 +138,41 @@ class Pool(nn.Module):
         self.key = PoolBranch(config, normalise_heads=True)
         self.value = PoolBranch(config, normalise_heads=False)
 
-    def forward(
-        self, state_NLD: Tensor, position_N: Tensor, channels: slice = slice(None)
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, state_NLD: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """
         Args:
             state_NLD: what entered each layer; or [N, 1, D], which then stands for all layers.
 
         Returns:
-            keys and values, each [N, channels, G, d].
+            keys and values, each [k, N, G, d].
         """
-        parts = [
-            self._part(state, position, channels)
-            for state, position in zip(state_NLD.split(TOKENS_AT_ONCE), position_N.split(TOKENS_AT_ONCE))
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        keys, values = zip(*parts)
-        return torch.cat(keys), torch.cat(values)
+        parts = []
+        for states, positions in zip(state_NLD.split(TOKENS_AT_ONCE), position_N.split(TOKENS_AT_ONCE)):
+            unit_NLD = unit(states, self.eps).expand(-1, self.layers, -1)
+            parts.append((self._rotated(self.key(unit_NLD), positions), self.value(unit_NLD)))
+        return _joined(parts)
 
-    def _part(self, state_NLD: Tensor, position_N: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
-        unit_NLD = unit(state_NLD, self.eps).expand(-1, self.layers, -1)
-        key_NkGd = self.key(unit_NLD, channels)
-        rotated = self._rotary[0](key_NkGd.flatten(1, 2), position_N)
-        return rotated.view(key_NkGd.shape), self.value(unit_NLD, channels)
+    def channel(
+        self, index: int, unit_NlD: Tensor, missing_ND: Tensor, position_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, N, G, d] of one channel, as `PoolBranch.channel` makes it."""
+        parts = []
+        for first in range(0, len(position_N), TOKENS_AT_ONCE):
+            part = slice(first, first + TOKENS_AT_ONCE)
+            key, value = (
+                branch.channel(index, unit_NlD[part], missing_ND[part]) for branch in (self.key, self.value)
+            )
+            parts.append((self._rotated(key, position_N[part]), value))
+        return _joined(parts)
+
+    def _rotated(self, key_kNGd: Tensor, position_N: Tensor) -> Tensor:
+        rotated = self._rotary[0](key_kNGd.flatten(0, 1), position_N.repeat(len(key_kNGd)))
+        return rotated.view(key_kNGd.shape)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts)
+    return torch.cat(keys, dim=1), torch.cat(values, dim=1)

@@ -90,9 +90,10 @@ class _Prefill:
             self.stack.write(entries)
         if self.keeps:
             if self.kept is None:
-                self.kept = Entries(*(x.new_zeros(len(self.x_ND), *x.shape[1:]) for x in entries))
+                tokens = len(self.x_ND)
+                self.kept = Entries(*(x.new_zeros(len(x), tokens, *x.shape[2:]) for x in entries))
             for kept, new in zip(self.kept, entries):
-                kept[batch.token_n] = new
+                kept[:, batch.token_n] = new
 
     def _sweep(self, token_n: Tensor, sweep: Sweep) -> Tensor | None:
         factor_n = self.schedule.factor(sweep.pass_n) if self.schedule.relaxed else None
@@ -106,13 +107,13 @@ class _Prefill:
             self.out_ND[batch.token_n] = out_nD
             moved_n = None
             if self.kept is not None:
-                old = Entries(*(kept[batch.token_n] for kept in self.kept))
+                old = Entries(*(kept[:, batch.token_n] for kept in self.kept))
                 moved_n = _relative_change(old, entries) if self.schedule.kind == "converged" else None
                 if factor_n is not None:
-                    factor_n111 = factor_n.to(out_nD)[:, None, None, None]
-                    entries = Entries(*(a + factor_n111 * (b - a) for a, b in zip(old, entries)))
+                    factor_n11 = factor_n.to(out_nD)[:, None, None]
+                    entries = Entries(*(a + factor_n11 * (b - a) for a, b in zip(old, entries)))
                 for kept, new in zip(self.kept, entries):
-                    kept[batch.token_n] = new
+                    kept[:, batch.token_n] = new
             self.stack.write(entries)
         return moved_n
 
@@ -134,9 +135,9 @@ def _relative_change(old: Entries, new: Entries) -> Tensor:
     """The largest of the channels' |new - old| / |new|, of keys and values over all heads: [n] (host)."""
     squares = []
     for before, after in zip(old, new):
-        before_nkX, after_nkX = before.float().flatten(2), after.float().flatten(2)
-        squares.append(torch.stack([(after_nkX - before_nkX).square().sum(-1), after_nkX.square().sum(-1)]))
-    sums = torch.cat(squares, dim=-1)  # [2, n, 2k]
+        before_knX, after_knX = before.float().flatten(2), after.float().flatten(2)
+        squares.append(torch.stack([(after_knX - before_knX).square().sum(-1), after_knX.square().sum(-1)]))
+    sums = torch.cat(squares, dim=1)  # [2, 2k, n]
     if get_tensor_model_parallel_world_size() > 1:
         sums = tensor_model_parallel_all_reduce(sums)
-    return (sums[0] / sums[1].clamp_min(1e-30)).sqrt().amax(-1).cpu()
+    return (sums[0] / sums[1].clamp_min(1e-30)).sqrt().amax(0).cpu()
