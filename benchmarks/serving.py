@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--prompts", nargs="*", default=["1x512", "4x128"], help="COUNTxLENGTH")
-    parser.add_argument("--cache-mib", type=int, default=24, help="the fixed cache; 0 leaves that part out")
+    parser.add_argument("--cache-mib", type=int, default=16, help="the fixed cache; 0 leaves that part out")
+    parser.add_argument("--sequences", type=int, default=24, help="of 128 tokens, that ask for that cache")
     parser.add_argument("--steps", type=int, default=24, help="of decoding, in each round")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of computing, not of the clock")
@@ -55,6 +56,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"), help="draw what --json wrote")
     options = parser.parse_args()
     if options.plot:
+        if not options.plot[0].is_file():
+            parser.error(f"{options.plot[0]} does not exist; --json writes such a file")
         draw(json.loads(options.plot[0].read_text()), options.plot[1])
         return 0
     os.environ |= {
@@ -165,7 +168,7 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def concurrency(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens of cache for each GiB, and 64 sequences of 256 tokens on a fixed cache."""
+    """Tokens of cache for each GiB, and many sequences of 128 tokens on a fixed cache."""
     if not options.cache_mib:
         return []
     rows, engines = [], {}
@@ -173,18 +176,22 @@ def concurrency(options: argparse.Namespace) -> list[dict[str, Any]]:
         layers = options.layers if model.channels is None else model.channels
         bytes_each = 2 if options.dtype == "bfloat16" else 4
         block = layers * 2 * 4 * (options.width // 8) * bytes_each * BLOCK
-        blocks = options.cache_mib * 2**20 // block
-        engines[model.name] = engine(model, options, num_gpu_blocks_override=blocks + 1)  # one is vLLM's own
+        blocks = options.cache_mib * 2**20 // block  # and one that is vLLM's own
+        engines[model.name] = engine(model, options, num_gpu_blocks_override=blocks + 1, max_model_len=256)
         rows.append({"what": "cache", "model": model.name, "tokens_per_gib": 2**30 // block * BLOCK})
-    asked = prompts(64, 128)
+    asked = prompts(options.sequences, 64)
     most: dict[str, int] = {}
-    calls = {n: [lambda n=n, e=e: most.update({n: serve(e, asked, 128)})] for n, e in engines.items()}
+    calls = {n: [lambda n=n, e=e: most.update({n: serve(e, asked, 64)})] for n, e in engines.items()}
     times = take_turns(calls, options)
     seconds = {name: median(found[0] for found in all_) for name, all_ in times.items()}
     for name in engines:
-        served = 64 * 128 / seconds[name]
+        served = options.sequences * 64 / seconds[name]
         rows.append(
-            {"what": f"64 sequences on {options.cache_mib} MiB", "model": name, "running": most[name]}
+            {
+                "what": f"{options.sequences} sequences on {options.cache_mib} MiB",
+                "model": name,
+                "running": most[name],
+            }
             | {"tokens_per_s": served, "throughput": seconds["qwen3"] / seconds[name]}
         )
         print(f"{rows[-1]}", flush=True)

@@ -22,6 +22,14 @@ KINDS = {
 }
 
 
+LAYERWISE = {
+    "one jacobi pass": {"prefill_groups": 1, "prefill_passes": 1},
+    "one cyclic pass": {"prefill_groups": 4, "prefill_passes": 1},
+    "embedding stands in": {"prefill_groups": 4, "prefill_passes": 1, "start_missing": "embedding"},
+    "chunked": {"prefill": "chunked", "chunk_size": 16, "prefill_groups": 2, "prefill_passes": 1},
+}
+
+
 @pytest.fixture(scope="module")
 def folder(engines):
     return engines.folder("trained")
@@ -43,7 +51,8 @@ def as_filed(llm, folder):
     """The engine with the schedule of the folder's config.json."""
     entry = json.loads((folder / "config.json").read_text())
     names = {name for fields in KINDS.values() for name in fields}
-    set_schedule(llm, {name: entry[name] for name in names} | {"prefill_border": None})
+    usual = {"prefill_border": None, "start": "embedding", "start_missing": "newest"}
+    set_schedule(llm, {name: entry[name] for name in names} | usual)
     return llm
 
 
@@ -84,6 +93,20 @@ def test_every_schedule_is_the_one_of_the_reference(llm, reference, kind):
         assert worst(model, MIXED, outputs) < 1e-3
     else:
         assert worst(model, MIXED, outputs) < CLOSE
+
+
+@pytest.mark.parametrize("kind", LAYERWISE)
+def test_layerwise_start(llm, reference, kind):
+    pytest.importorskip("wm_ds.model.layerwise", reason="wm_ds has no layerwise start yet")
+    fields = {"start": "layerwise"} | LAYERWISE[kind]
+    model = reference(fields)
+    set_schedule(llm, fields)
+    assert worst(model, MIXED, generate(llm, MIXED)) < CLOSE
+    whole = prompts([130], seed=9)[0]
+    with torch.no_grad():  # the start matters
+        one = model(torch.tensor([whole])).logits
+        other = reference({"start": "embedding"})(torch.tensor([whole])).logits
+    assert (one - other).abs().max() > CLOSE
 
 
 def test_the_schedules_differ_from_exact_evaluation(reference):
