@@ -97,7 +97,6 @@ def test_every_schedule_is_the_one_of_the_reference(llm, reference, kind):
 
 @pytest.mark.parametrize("kind", LAYERWISE)
 def test_layerwise_start(llm, reference, kind):
-    pytest.importorskip("wm_ds.model.layerwise", reason="wm_ds has no layerwise start yet")
     fields = {"start": "layerwise"} | LAYERWISE[kind]
     model = reference(fields)
     set_schedule(llm, fields)
