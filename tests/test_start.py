@@ -335,6 +335,26 @@ def test_what_a_branch_may_choose_is_named_and_the_rest_is_refused(long, data, t
         assert "\n" not in str(caught.value)
 
 
+def test_a_branch_may_have_other_data_from_where_it_begins(long, data, tmp_path):
+    """Annealing on better data, as a stage: what is before the branch stays the ancestor's."""
+    other = toy_corpus.packed(tmp_path / "other", 61, "--seq-len", 24, "--holdout", 4)
+
+    def config(until: int) -> Config:
+        return branch(long, data, stages=[{"until": until}, {"data": str(other)}])
+
+    assert "steps of the run: 20 -> 40" in " ".join(check_branch(config(20)))
+    with pytest.raises(ConfigError, match=r"steps 11 to 20: data.train: .* holds other rows"):
+        check_branch(config(10))
+    begin(config(20))
+    _, batches, _ = start.open_data(config(20), *start.position(config(20))[1:])
+    (of_other,) = batches.drawn(1, 20)
+    assert (of_other.path, of_other.before) == (str(other), 0.0), "from its beginning"
+    _, ancestor, _ = start.open_data(a_run(tmp_path, data))
+    assert batches.batch(19, 0, 1, 4)[0]["sample_ids"].tolist() == (
+        ancestor.batch(19, 0, 1, 4)[0]["sample_ids"].tolist()
+    )
+
+
 def test_a_branch_point_that_is_not_there_is_refused(long, data, tmp_path):
     (checkpoint(long, 15) / format.MANIFEST).unlink()
     for point, said in (
