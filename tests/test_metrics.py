@@ -133,6 +133,8 @@ def test_a_border_of_stages_is_marked_and_work_is_the_stages_own(tmp_path, monke
     # 3 MFLOP x 1000 tokens, then 1.5 x 2000, on two devices of 1 TFLOP/s
     assert [row["mfu"] for row in found] == pytest.approx([0.0015] * 5, rel=1e-3)
     assert [row["step_s"] for row in found[:3]] == [1, 1, 1]
+    assert m._steps_left(1) * 2000 == 1000 + 2 * 2000
+    assert m._steps_left(3) == 1
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     texts = events.Tensors("border/text_summary")
     assert [(text.step, text.tensor_proto.string_val[0].decode()) for text in texts] == [

@@ -46,6 +46,7 @@ class Metrics:
         config = stages.config
         self.active, self.attempt, self.every, self._world = world.is_main, attempt, config.log.every, world
         self.total, self.staged, self.stage, self._begun = stages.total, stages.staged, 0, begun
+        self._stages = stages.stages
         self.work: dict[str, float] = {}
         """Per step of the stage at hand, on one device: TFLOP, and shares of the device's peak."""
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
@@ -105,7 +106,7 @@ class Metrics:
         self._times.append((now, result.tokens))
         span = now - self._times[0][0]
         tokens_per_s = sum(t for _, t in list(self._times)[1:]) / span
-        eta_s = (self.total - result.step) * span / (len(self._times) - 1)
+        eta_s = self._steps_left(result.step) * span / (len(self._times) - 1)
         steps_per_s = (len(self._times) - 1) / span
         row = self._row(result, steps_per_s) | {
             "tokens": total_tokens,
@@ -132,6 +133,11 @@ class Metrics:
             self._live.update(result.step, text)
         elif result.step % self.every == 0 or result.step in (1, self.total):
             log.info(text)
+
+    def _steps_left(self, step: int) -> float:
+        """Steps after `step`, each counted by its tokens: in those of the stage at hand."""
+        left = [(s.last - max(s.first - 1, step)) * s.positions for s in self._stages if s.last > step]
+        return sum(left) / self._stages[self.stage].positions
 
     def _row(self, result: StepResult, steps_per_s: float) -> dict[str, Any]:
         """What a step was, by itself."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.config.test_load import changed, refusal
 from wm_ds.config import load as configuration
 from wm_ds.config.schema import PASSES, Config, ConfigError, Model
 from wm_ds.config.stages import check_ranks, plan, rate_schedule
+from wm_ds.families import model_config
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 
 LENGTH = 32  # tokens of a row as packed; BASE has 16 sequences a step and 100 steps
@@ -168,6 +170,30 @@ def test_contradictions_of_one_stage_name_it() -> None:
     assert "stages.0.passes.grad_passes = 1: model.family = vanilla has no passes" in refusal(
         changed(**vanilla)
     )
+
+
+def test_a_key_that_no_stage_reads_is_refused_and_one_that_a_stage_reads_is_not(tmp_path) -> None:
+    def written(**changes: Any) -> Config:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(changed(**changes)))
+        return configuration.load(tmp_path / "run.yaml")
+
+    wave = {"passes": {"schedule": "wavefront"}}
+    assert written(model__chunk_size=8, stages=[{"until": 5}, wave]).model.chunk_size == 8
+    with pytest.raises(ConfigError, match=r"model\.chunk_size = 8 has no effect"):
+        written(model__chunk_size=8, stages=[{"until": 5}, {"passes": {"grad_passes": 1}}])
+    with pytest.raises(ConfigError, match=r"stages\.0\.passes\.chunk_size = 8 has no effect with model"):
+        written(stages=[{"until": 5, "passes": {"chunk_size": 8}}, {}])
+
+
+def test_a_cyclic_stage_of_a_chunked_run_has_no_chunks() -> None:
+    config = staged(
+        {"until": 5, "passes": {"schedule": "cyclic"}}, {}, model__schedule="chunked", model__chunk_size=8
+    )
+    first, second = (
+        model_config(stage.config.model, vocab_size=9, seq_len=LENGTH, eos_id=0).training_schedule()
+        for stage in plan(config, LENGTH).stages
+    )
+    assert (first.kind, first.chunk, second.kind, second.chunk) == ("cyclic", 0, "chunked", 8)
 
 
 def test_a_ramp_that_does_not_divide_is_refused_with_choices_for_its_stage() -> None:

@@ -202,8 +202,25 @@ def without_effect(config: Config) -> list[str]:
     """Keys that the run sets to something else than their default and that nothing would read, one line each.
 
     For what a person has written; a run's own record has all keys. What is switched off by its own key
-    (`optim.clip` 0, no `checkpoint.every`) may keep its settings, for when it is switched on again.
+    (`optim.clip` 0, no `checkpoint.every`) may keep its settings, for when it is switched on again. In a run
+    with stages, what some stage reads has an effect, and what a stage itself says must have one in it.
     """
+    stages = [(stage, effective(config, stage)) for stage in config.stages or []]
+    idle = [set(_without_effect(own)) for _, own in stages]
+    found = [line for line in _without_effect(config) if all(line in lines for lines in idle)]
+    for index, (stage, own) in enumerate(stages):
+        said = {} if stage.passes is None else stage.passes.model_dump(exclude_none=True)
+        for keys, reason, same in _idle_in_model(own.model):
+            found += [
+                f"stages.{index}.passes.{key} = {said[key]} has no effect {reason}: leave it out"
+                for key in keys.split()
+                if key in said and said[key] != same
+            ]
+    return found
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Of the run's own sections."""
     found: list[str] = []
     sections: list[tuple[str, Section, list[Idle]]] = [
         ("optim", config.optim, _idle_in_optim(config)),
