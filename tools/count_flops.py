@@ -191,10 +191,11 @@ def decode(lm: PreTrainedModel, length: int) -> float:
 
 
 @torch.no_grad()
-def prefill(lm: PreTrainedModel, length: int) -> float:
-    """FLOPs of the configured prefill with its cache, all positions' final states included."""
+def prefill(lm: PreTrainedModel, length: int, **options: Any) -> float:
+    """FLOPs of the configured prefill with its cache, all positions' final states included; or of another
+    `schedule`."""
     lm.eval()
-    return count(lambda: forward(lm, length, use_cache=True), Account(length / 2))
+    return count(lambda: forward(lm, length, use_cache=True, **options), Account(length / 2))
 
 
 def report(name: str, lm: PreTrainedModel, length: int = 2048) -> Report:
