@@ -34,7 +34,7 @@ from wm_ds.distributed import process_group
 from wm_ds.distributed.process_group import World
 from wm_ds.engine.deepspeed_config import deepspeed_config
 from wm_ds.errors import WmError
-from wm_ds.families import num_groups
+from wm_ds.families import model_config, num_groups
 from wm_ds.optim.learning_rate import RateSchedule, continued, learning_rate
 from wm_ds.run import directory, trained_with
 from wm_ds.run.ancestry import descended
@@ -109,6 +109,13 @@ def open_data(
     rate_schedule(stages)
     batches = open_batches(stages, left_out)
     validate.check_stages(stages, batches.vocab_size, num_groups)
+    for stage in stages.stages:  # what its model refuses is refused now, not when the stage is entered
+        try:
+            model_config(
+                stage.config.model, vocab_size=batches.vocab_size, seq_len=stage.seq_len, eos_id=None
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{stage.name}: {error}" if stages.staged else str(error)) from None
     holdout = PackedSequences(config.data.holdout or first, "holdout")
     if holdout.seq_len != stages.packed:
         raise ConfigError(f"data.holdout has rows of {holdout.seq_len} tokens, data.train of {stages.packed}")

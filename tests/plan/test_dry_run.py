@@ -124,6 +124,9 @@ def test_a_run_in_stages_is_shown_stage_by_stage(capsys, data, tmp_path, ranks):
         assert f"step {step}, rank 0: samples" in shown
     assert train.main([str(path), "--dry-run", "stages=[{until: 2, freeze: [nothing]}, {}]"]) == 2
     assert "stages.0.freeze: 'nothing' matches no parameter" in capsys.readouterr().err
+    small = "stages=[{until: 2}, {passes: {schedule: chunked, chunk_size: 2}}]"
+    assert train.main([str(path), small]) == 2, "before the start, not when the stage is entered"
+    assert "stages.1: model: a chunk of 2 tokens cannot hold 4 groups" in capsys.readouterr().err
     assert train.main([str(path), "--dry-run", "stages=[{until: 2, seq_len: 7}, {}]"]) == 2
     assert "stages.0: rows of 7 tokens are no multiple of 8" in capsys.readouterr().err
     assert train.main([str(path), "--dry-run", "stages=[{until: 2, batch: {global_batch: 6}}, {}]"]) == 2

@@ -350,7 +350,10 @@ class Log(Section):
 # Stages
 
 # What a stage may say of the passes. The rest of `model` is the model's shape, which a run keeps.
-PASSES = ("schedule", "num_groups", "no_grad_passes", "grad_passes", "chunk_size", "relaxation")
+PASSES = (
+    *("schedule", "num_groups", "no_grad_passes", "grad_passes", "chunk_size", "relaxation"),
+    *("start", "start_missing", "start_grad"),
+)
 
 if TYPE_CHECKING:
     Passes = Section
