@@ -357,10 +357,12 @@ def test_a_branch_may_have_other_data_from_where_it_begins(long, data, tmp_path)
 
 def test_a_branch_point_that_is_not_there_is_refused(long, data, tmp_path):
     (checkpoint(long, 15) / format.MANIFEST).unlink()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for point, said in (
         (f"{long}@17", "no checkpoint of step 17; there are: step_00000020, step_00000010, step_00000015 (d"),
         (f"{long}@15", "step_00000015: it holds no manifest.json"),
         (f"{tmp_path / 'nowhere'}@20", f"{tmp_path / 'nowhere'} is no run directory (no config.yaml)"),
+        (f"{tmp_path / 'loop'}@20", f"{tmp_path / 'loop'} is no run directory (no config.yaml)"),
         (f"{tmp_path / 'branch' / 'run'}@20", "is this run itself; give the branch another run.dir"),
     ):
         with pytest.raises(ConfigError) as caught:

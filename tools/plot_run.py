@@ -15,6 +15,7 @@ drawn whole.
 import argparse
 import io
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -61,12 +62,12 @@ def family(folders: list[Path]) -> dict[str, Rows]:
 
     Raises PlotError for a run without a step. An ancestor that is gone is left out, and that is said.
     """
-    named = {folder.resolve(): folder for folder in folders}
+    named = {Path(os.path.realpath(folder)): folder for folder in folders}
     begins: dict[Path, tuple[Path, int]] = {}  # a branch's ancestor, and the step that it began with
     for folder in named:
         descendant = folder
         for ancestor in reversed(chain(folder)):
-            there = located(ancestor, descendant).resolve()
+            there = Path(os.path.realpath(located(ancestor, descendant)))
             begins[descendant] = (there, ancestor.step)
             descendant = there
     shown = {folder: steps_of(path) for folder, path in named.items()}

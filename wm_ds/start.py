@@ -7,6 +7,7 @@ In this order: `position` and `open_data`, `claim` (nothing of the directory cha
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -194,7 +195,7 @@ def check_branch(stages: Plan) -> list[str]:
         return []
     ancestor, step = Path(point[0]), point[1]
     said = f"run.branch_from = {config.run.branch_from}"
-    if ancestor.resolve() == Path(config.run.dir).resolve():
+    if os.path.realpath(ancestor) == os.path.realpath(config.run.dir):
         raise ConfigError(f"{said} is this run itself; give the branch another run.dir")
     notes = directory.check_branch(ancestor, stages, step, content)
     found = [listed for listed in list_checkpoints(ancestor) if listed.step == step]

@@ -7,6 +7,7 @@ read it.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ def chain(run_dir: str | Path) -> list[Ancestor]:
 
 def descended(run_dir: str | Path, step: int) -> list[dict[str, Any]]:
     """The `ancestry` of a run that begins with `step` of the run in `run_dir`, for its history."""
-    own = Ancestor(str(Path(run_dir).resolve()), step)
+    own = Ancestor(os.path.realpath(run_dir), step)
     return [asdict(one) for one in (*chain(run_dir), own)]
 
 
 def located(ancestor: Ancestor, descendant: str | Path) -> Path:
     """The ancestor's directory: where it was, or, if runs were moved together, beside its descendant."""
-    there, beside = Path(ancestor.run), Path(descendant).resolve().parent / Path(ancestor.run).name
+    there = Path(ancestor.run)
+    beside = Path(os.path.realpath(descendant)).parent / there.name
     return beside if not there.is_dir() and beside.is_dir() else there
