@@ -15,7 +15,8 @@ def compile_blocks(lm: PreTrainedModel, backend: str = "inductor") -> None:
     """Compile what every step does alike, at its first use: a layer before and after attention, and the pool.
 
     Attention's sizes change from group to group, and the passes are custom backward functions: both stay as
-    they are. Qwen3's layers are compiled whole.
+    they are, and so do the single channels of a layerwise start's sweep, each of other states. Qwen3's layers
+    are compiled whole.
     """
     for layer in lm.model.layers:
         if isinstance(layer, WhiteMatterDecoderLayer):
