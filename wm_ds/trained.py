@@ -62,9 +62,12 @@ class Trained:
 
     @cached_property
     def stages(self) -> list[PlannedStage]:
-        """The stages that the checkpoint has been through; the last one is the one that it was saved in."""
+        """The stages that the checkpoint has been through; the last one is the one that it was saved in.
+
+        A run that has no checkpoint yet (`path` is its directory) is in its first stage.
+        """
         assert self.run_dir is not None
-        step = read_manifest(self.path).run["step"]
+        step = 0 if self.path == self.run_dir else read_manifest(self.path).run["step"]
         past = over(history(self.run_dir).get("stages", []), step)
         found = plan(self.run, self.data["seq_len"], past)
         return [stage for stage in found.stages if stage.first <= max(1, step)]
