@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 # file of DeepSpeed: names in it that are relied on here
 NAMES: dict[str, tuple[str, ...]] = {
-    "runtime/engine.py": ("basic_optimizer", "zero_optimization_stage", "allreduce_gradients", "no_sync"),
+    "runtime/engine.py": (
+        "basic_optimizer",
+        "zero_optimization_stage",
+        "allreduce_gradients",
+        "no_sync",
+        "dp_world_size",
+        "set_train_micro_batch_size",
+        "set_train_batch_size",
+        "micro_steps",
+    ),
     "runtime/fp16/unfused_optimizer.py": ("fp16_groups", "fp32_groups"),
     "runtime/zero/stage_1_and_2.py": (
         "bit16_groups",
@@ -27,6 +36,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "averaged_gradients",
         "cpu_offload",
         "update_lp_params",
+        "gradient_accumulation_steps",
     ),
     "utils/tensor_fragment.py": ("_hp_mapping", "lp_fragment_address", "hp_fragment_address"),
     "runtime/zero/stage3.py": (
