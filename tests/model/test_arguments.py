@@ -424,7 +424,7 @@ def test_public_names_are_all_proved_here() -> None:
     """A new one comes with its own table."""
     import wm_ds.model
 
-    proved = {"Schedule", "Start", "Converged", "WhiteMatterCache", "Part", "Step"}
+    proved = {"Schedule", "Start", "EMBEDDING", "LAYERWISE", "Converged", "WhiteMatterCache", "Part", "Step"}
     for family in ("WhiteMatter", "LCKV", "CLA", "YOCO", "FusedKV"):
         proved |= {f"{family}Config", f"{family}Model", f"{family}ForCausalLM"}
     assert set(wm_ds.model.__all__) == proved
