@@ -62,12 +62,10 @@ class Trained:
 
     @cached_property
     def stages(self) -> list[PlannedStage]:
-        """The stages that the checkpoint has been through; the last one is the one that it was saved in.
-
-        A run that has no checkpoint yet (`path` is its directory) is in its first stage.
-        """
+        """The stages that the checkpoint has been through; the last one is the one that it was saved in."""
+        step = self.step
         assert self.run_dir is not None
-        step = 0 if self.path == self.run_dir else read_manifest(self.path).run["step"]
+        assert step is not None
         past = over(history(self.run_dir).get("stages", []), step)
         found = plan(self.run, self.data["seq_len"], past)
         return [stage for stage in found.stages if stage.first <= max(1, step)]
@@ -86,8 +84,11 @@ class Trained:
 
     @property
     def step(self) -> int | None:
-        """The checkpoint's step; None for an exported folder."""
-        return None if self.run_dir is None else int(read_manifest(self.path).run["step"])
+        """The checkpoint's step, 0 for a run that has none yet (its `path` is the run's directory); None for
+        an exported folder."""
+        if self.run_dir is None:
+            return None
+        return 0 if self.path == self.run_dir else int(read_manifest(self.path).run["step"])
 
     def load(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model in evaluation mode. Weights are read in pieces and cast once, in place."""
