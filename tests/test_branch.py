@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import exported, toy_corpus
+from tests.support import settings, toy_corpus
 from tests.support.checkpoint_launch import finish, launch_run, train_run
 from wm_ds.checkpoint.format import read_manifest, read_tensor
 from wm_ds.run.ancestry import Ancestor, chain
@@ -22,18 +22,7 @@ LR = 1e-2
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
     data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 60, "--seq-len", 24, "--holdout", 4)
-    return {
-        "run": {"dir": "", "deterministic": True},
-        "model": exported.MODEL | {"num_groups": 4},
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 4, "micro_batch": 2},
-        "optim": {"lr": LR, "warmup": 1, "schedule": "constant"},
-        "precision": "fp32",
-        "steps": 6,
-        "checkpoint": {"every": 2, "keep_last": 10},
-        "evaluate": {"every": None, "sequences": 2, "double_passes": False},
-        "log": {"tensorboard": False},
-    }
+    return settings.repeatable(data, steps=6, optim__lr=LR, checkpoint__every=2)
 
 
 @pytest.fixture(scope="module")

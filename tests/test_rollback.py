@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import exported, rollback_worker, toy_corpus
+from tests.support import rollback_worker, settings, toy_corpus
 from tests.support.checkpoint_launch import finish, fork
 from wm_ds.checkpoint.format import read_manifest, read_tensor
 from wm_ds.run.metrics_file import read_metrics
@@ -27,18 +27,16 @@ GUARD = ["guard.rollback=2", "guard.spike_sigma=1.2"]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
     data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 100, "--seq-len", 24, "--holdout", 4)
-    return {
-        "run": {"dir": "", "deterministic": True},
-        "model": exported.MODEL | {"num_groups": 4},
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 4, "micro_batch": 2},
-        "optim": {"lr": 3e-3, "warmup": 1, "schedule": "constant", "ns_dtype": "float32"},
-        "precision": "fp32",
-        "steps": STEPS,
-        "checkpoint": {"every": 3, "keep_last": 4},
-        "evaluate": {"every": 4, "sequences": 2, "double_passes": False},
-        "log": {"tensorboard": False, "every": 1},
-    }
+    return settings.repeatable(
+        data,
+        steps=STEPS,
+        optim__lr=3e-3,
+        optim__ns_dtype="float32",
+        checkpoint__every=3,
+        checkpoint__keep_last=4,
+        evaluate__every=4,
+        log__every=1,
+    )
 
 
 def launch(

@@ -46,3 +46,19 @@ def trainable(data: Path, **changes: Any) -> dict[str, Any]:
         "log": {"every": 1, "details_every": 100, "tensorboard": False},
     }
     return with_changes(settings, **changes)
+
+
+def repeatable(data: Path, **changes: Any) -> dict[str, Any]:
+    """A run of seconds whose every number comes again: steps of 4 rows in micro-batches of 2."""
+    settings = {
+        "run": {"dir": "", "deterministic": True},
+        "model": MODEL | {"vocab_size": 320, "num_groups": 4},
+        "data": {"train": str(data)},
+        "batch": {"global_batch": 4, "micro_batch": 2},
+        "optim": {"lr": 1e-2, "warmup": 1, "schedule": "constant"},
+        "precision": "fp32",
+        "checkpoint": {"keep_last": 10},
+        "evaluate": {"every": None, "sequences": 2, "double_passes": False},
+        "log": {"tensorboard": False},
+    }
+    return with_changes(settings, **changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import exported, toy_corpus
+from tests.support import exported, settings, toy_corpus
 from tests.support.checkpoint_launch import train_run
 from tools.average_checkpoints import main
 from wm_ds import trained
@@ -28,18 +28,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict:
     data = toy_corpus.packed(tmp_path_factory.mktemp("data"), 60, "--seq-len", 24, "--holdout", 4)
-    return {
-        "run": {"dir": "", "deterministic": True},
-        "model": exported.MODEL | {"num_groups": 4},
-        "data": {"train": str(data)},
-        "batch": {"global_batch": 4, "micro_batch": 2},
-        "optim": {"lr": 1e-2, "warmup": 1, "schedule": "constant"},
-        "precision": "fp32",
-        "steps": STEPS,
-        "checkpoint": {"every": 1, "keep_last": 10},
-        "evaluate": {"every": None, "sequences": 2, "double_passes": False},
-        "log": {"tensorboard": False},
-    }
+    return settings.repeatable(data, steps=STEPS, checkpoint__every=1)
 
 
 @pytest.fixture(scope="module")
