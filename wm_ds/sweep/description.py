@@ -98,6 +98,8 @@ class Sweep(Section):
 
 def load(path: str | Path, quick: bool = False) -> Sweep:
     """The sweep at `path`, or its quick part. Raises ConfigError or SweepError in one line."""
+    if Path(path).is_fifo():
+        raise SweepError(f"{path} is a pipe: a sweep is read again by whatever goes on with it; give a file")
     raw = configuration.read(path, "a sweep (base, arms, seeds, …)")
     try:
         sweep = Sweep.model_validate(raw)
