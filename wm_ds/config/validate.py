@@ -175,7 +175,7 @@ def _sequence_contradictions(config: Config) -> list[str]:
     if m.feedback is False:
         found.append(
             f"sequence_parallel = {n} divides the pool between steps of the schedule, and model.feedback = "
-            "false has no such steps; use sequence_parallel 1"
+            "false has none; use sequence_parallel 1"
         )
     if m.schedule not in (None, "cyclic"):
         found.append(
