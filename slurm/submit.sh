@@ -66,7 +66,9 @@ done
 
 job='%j' array=() condition=afterok alone=singleton
 if [ -n "$list" ]; then
-  [ $# -eq 0 ] && [ -z "$run$stages" ] || refuse "--list stands in the place of CONFIG, key=value, --run and --stages"
+  if [ $# -gt 0 ] || [ -n "$run$stages" ]; then
+    refuse "--list stands in the place of CONFIG, key=value, --run and --stages"
+  fi
   [ -s "$list" ] || refuse "no such list, or an empty one: $list"
   list=$(realpath -- "$list")
   set -- "$list"
