@@ -52,6 +52,8 @@ class Measure(Section):
     """Rows of the perplexity by number of passes and of exact autoregressive evaluation."""
     passes: Count = Field(8, gt=0)
     """The largest number of passes, at the groups the model was trained with."""
+    start_passes: Count = Field(3, gt=0)
+    """The largest number of passes behind a layerwise start."""
     converge: list[Count] = Field(default_factory=lambda: [1])
     """Numbers of groups whose passes to within `within` of exact perplexity are counted; 1 is Jacobi."""
     converge_sequences: Sequences = Field(16, gt=0)

@@ -12,8 +12,8 @@ import torch
 from wm_ds import trained
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.evaluate import perplexity as evaluation
-from wm_ds.families import has_passes
-from wm_ds.model import Converged, Schedule
+from wm_ds.families import has_passes, mixes_layers
+from wm_ds.model import LAYERWISE, Converged, Schedule
 from wm_ds.model.modeling import CACHE_FIELD
 from wm_ds.run.metrics_file import read_metrics
 from wm_ds.sweep.description import Measure
@@ -83,6 +83,20 @@ class Probe:
             for n in range(1, self.settings.passes + 1)
         ]
         return {"sequences": some, "as_trained": as_trained, "groups": groups, "perplexities": curve}
+
+    def layerwise(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Behind a layerwise start, by the number of passes, on the rows of `passes`; whatever start was
+        trained with. For each number of groups: the trained one, and 1 (Jacobi)."""
+        if not mixes_layers(self.lm.config):
+            return {"sequences": self.settings.some, "groups": []}
+        curves = []
+        for groups in sorted({found["passes"]["groups"], 1}, reverse=True):
+            schedules = [
+                Schedule.cyclic(groups, n, start=LAYERWISE) for n in range(1, self.settings.start_passes + 1)
+            ]
+            perplexities = [self.run(each, self.settings.some)["perplexity"] for each in schedules]
+            curves.append({"groups": groups, "perplexities": perplexities})
+        return {"sequences": self.settings.some, "groups": curves}
 
     def exact(self, found: dict[str, Any]) -> dict[str, Any]:
         """Exact autoregressive evaluation."""

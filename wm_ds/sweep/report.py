@@ -3,6 +3,7 @@
     <!-- sweep: claims -->        the paper's claims, one a row
     <!-- sweep: NAME -->          the arms of results/NAME.json, one a row
     <!-- sweep: figure NAME TEXT -->   the figure results/NAME.svg, once there is anything to draw
+    <!-- sweep: price -->         what fewer passes cost and lose (price.py)
     <!-- sweep: made NAME … -->   what made those results: commits, machine, hours
     <!-- end -->                  of each of these
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wm_ds.files import write_atomically
-from wm_ds.sweep import figures
+from wm_ds.sweep import figures, price
 from wm_ds.sweep.claims import CLAIMS, NOISE, NOT_THERE, PENDING, Results
 from wm_ds.sweep.collect import FORMAT
 from wm_ds.sweep.description import SweepError
@@ -81,6 +82,8 @@ def block(words: list[str], results: Results, drawn: list[Path]) -> str:
         return f"![{' '.join(words[2:])}]({there[0].parent.name}/{there[0].name})" if there else NOTHING
     if words == ["claims"]:
         return claims_table(results)
+    if words == ["price"]:
+        return price.section(results, NOTHING)
     if words[0] == "made":
         return made(words[1:], results)
     return arms_table(results.get(words[0]))
