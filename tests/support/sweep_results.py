@@ -27,7 +27,7 @@ def entry(seed: int, perplexity: float, curve: list[float] = (), **more) -> dict
         "training_flops": more.get("flops", 1e13),
         "training": {"wall_s": 3600.0, "cpu_s": 7200.0},
         "measured": {
-            "settings": {},
+            "settings": more.get("settings", {}),
             "model": {
                 "cache_bytes_per_token": more.get("cache", 1024.0),
                 "parameters_without_embeddings": 1e6,

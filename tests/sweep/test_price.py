@@ -12,7 +12,8 @@ from wm_ds.sweep import price
 
 def results(cheap: list[float], flops: float = 1.4e13) -> dict:
     """The paper's schedule at 50, 60, 70 by seed, and an arm beside it."""
-    curve = {"layerwise": [{"groups": g, "perplexities": [66.0, 61.0]} for g in (8, 1)], "trained": 8}
+    curve: dict = {"groups": {1: None, 8: 2}, "settings": {"converge": [1, 8], "within": 0.003}}
+    curve |= {"layerwise": [{"groups": g, "perplexities": [66.0, 61.0]} for g in (8, 1)], "trained": 8}
     paper = [entry(i, p, [2 * p, p, p], flops=2e13, **curve) for i, p in enumerate((50.0, 60.0, 70.0))]
     other = [entry(i, p, [2 * p, p, p], flops=flops, **curve) for i, p in enumerate(cheap)]
     arms = {
@@ -46,10 +47,10 @@ def test_the_table_gives_cost_and_loss():
     assert len(lines) == 5
     assert lines[4] == (
         "| cheap one | 3 of 3 | 1.40 | 60.40 ± 10.11 | +0.67 ± 0.33 % | +100.00, +0.00, +0.00 % "
-        "| +9.27, +0.99 % | +9.27, +0.99 % |"
+        "| +9.27, +0.99 % | +9.27, +0.99 % | 1: not reached, 8: 2 |"
     )
     assert lines[3].split("|")[5].strip() == ""
-    assert lines[2] == "| vanilla | 1 of 1 | 1.00 | 80.00 | +60.00 % | — | — | — |"
+    assert lines[2] == "| vanilla | 1 of 1 | 1.00 | 80.00 | +60.00 % | — | — | — | — |"
     assert price.table(results([])["passes"]).splitlines()[4].startswith("| cheap one | 0 of 3 |")
     assert price.section({}, "nothing") == "nothing"
     said = price.section(results([50.1, 60.1, 70.1]), "nothing")

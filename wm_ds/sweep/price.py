@@ -53,6 +53,7 @@ _HEAD = (
     "after 1, 2, 3 passes, over exact",
     "layerwise start, then 1, 2",
     "layerwise start, then 1, 2 of Jacobi",
+    "passes to within 0.3 % of exact, by g",
 )
 
 
@@ -91,6 +92,7 @@ def table(report: dict[str, Any]) -> str:
             _excess(found, [f"passes_{n}" for n in (1, 2, 3)]),
             _excess(found, [f"layerwise_g{groups_of(arm)}_{n}" for n in (1, 2)]),
             _excess(found, [f"layerwise_g1_{n}" for n in (1, 2)]),
+            _reached(arm),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -115,6 +117,19 @@ def _excess(found: dict[str, Any], names: list[str]) -> str:
     if not known:
         return "—"
     return ", ".join(f"{100 * (value / exact - 1):+.2f}".replace("-", "−") for value in known) + " %"
+
+
+def _reached(arm: dict[str, Any]) -> str:
+    """`8: 3, 16: 2`, the most of any seed."""
+    settings = arm["runs"][0]["measured"]["settings"]
+    words = []
+    for g in settings.get("converge", []):
+        found = [figures(run).get(f"converge_exact_g{g}") for run in arm["runs"]]
+        known = [number for number in found if number is not None]
+        most = f"{max(known):g}" if known and len(known) == len(found) else "not reached"
+        words.append(f"{g}: {most}")
+    iterated = groups_of(arm) is not None and settings.get("within") == NEAR
+    return ", ".join(words) if iterated else "—"
 
 
 def cheapest(results: Results) -> Answer | None:
