@@ -1,7 +1,8 @@
 """The start of a run: its data, whether its directory is this run's, where it goes on, what is then fixed.
 
-In this order: `position` and `open_data`, `claim` (nothing of the directory changes but its attempts),
-`choose`, and once the checkpoint is loaded `accept`, which writes the run down.
+In this order: `fetch` (from a mirror, where there is one), `position` and `open_data`, `claim` (nothing of
+the directory changes but its attempts), `choose`, and once the checkpoint is loaded `accept`, which writes
+the run down.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from wm_ds import errors
+from wm_ds.checkpoint import mirror
 from wm_ds.checkpoint.directory import (
     checkpoints_dir,
     describe,
@@ -23,6 +25,8 @@ from wm_ds.checkpoint.directory import (
 )
 from wm_ds.checkpoint.format import read_manifest
 from wm_ds.checkpoint.manager import CheckpointError, Checkpoints
+from wm_ds.checkpoint.mirror import Mirror, MirrorPolicy
+from wm_ds.checkpoint.store import Store
 from wm_ds.config import validate
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.config.stages import Past, Plan, PlannedStage, plan, rate_schedule
@@ -94,7 +98,40 @@ def _beginning_of(config: Config) -> Path | None:
     branch = config.run.branch_point
     if branch is not None:
         return checkpoints_dir(branch[0]) / step_name(branch[1])
-    return None if config.checkpoint.resume is None else Path(config.checkpoint.resume)
+    resume = config.checkpoint.resume
+    if resume is not None and mirror.is_address(resume):
+        return mirror.fetched(resume, config.run.dir)
+    return None if resume is None else Path(resume)
+
+
+def check_addresses(config: Config) -> None:
+    """Raise StoreRefused where an address elsewhere is of no known kind, or its package not installed."""
+    for address in (config.checkpoint.mirror, config.checkpoint.resume):
+        if address is not None and (address == config.checkpoint.mirror or mirror.is_address(address)):
+            Store(address)
+
+
+def fetch(config: Config) -> None:
+    """Bring here what a run without checkpoints of its own goes on from and has elsewhere; rank 0.
+
+    Raises StoreError; a mirror that cannot be reached, but that this start can do without, is a warning.
+    """
+    run_dir, c = config.run.dir, config.checkpoint
+    if c.mirror is not None:
+        mirror.check(run_dir, c.mirror)
+        if not mirror.has_checkpoints(run_dir):
+            mirror.restore(run_dir, c.mirror)
+    own = mirror.has_checkpoints(run_dir)
+    if c.resume is not None and mirror.is_address(c.resume) and not own:
+        mirror.fetch_beginning(c.resume, run_dir)
+
+
+def open_mirror(config: Config, world: World) -> Mirror:
+    """What sends the run's checkpoints elsewhere, on rank 0 of a run that has that; else it sends nothing."""
+    c, policy = config.checkpoint, None
+    if c.mirror is not None and world.is_main:
+        policy = MirrorPolicy(c.mirror, c.mirror_mib_per_s, c.mirror_keep_last, c.mirror_keep_every or 0)
+    return Mirror(config.run.dir, policy)
 
 
 def open_data(

@@ -45,6 +45,8 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 from wm_ds import rollback
 from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import Checkpoints
+from wm_ds.checkpoint.mirror import settle
+from wm_ds.checkpoint.store import StoreRefused
 from wm_ds.checkpoint.writer import SavePolicy
 from wm_ds.config import load as configuration
 from wm_ds.config import validate
@@ -73,11 +75,24 @@ from wm_ds.plan.flops import training
 from wm_ds.run.claim import Attempt
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.watchdog import Watchdog
-from wm_ds.start import accept, check_branch, choose, claim, on_main, open_batches, open_data, position
+from wm_ds.start import (
+    accept,
+    check_addresses,
+    check_branch,
+    choose,
+    claim,
+    fetch,
+    on_main,
+    open_batches,
+    open_data,
+    open_mirror,
+    position,
+)
 
 log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
-REFUSED = (ConfigError, SetupError, ShardError, LayoutError, VariableError, OptimizerError)
+STOPPED_S = 10  # that a run which is asked to stop waits for its mirror
+REFUSED = (ConfigError, SetupError, ShardError, LayoutError, VariableError, OptimizerError, StoreRefused)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,6 +127,7 @@ def load(path: str, overrides: list[str]) -> tuple[Config, dict[str, Any]]:
     json = load_deepspeed(config.deepspeed)
     validate.check_against_deepspeed(config, json)
     check_sinks(config)
+    check_addresses(config)
     return config, json
 
 
@@ -160,14 +176,16 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     """
     if config.run.deterministic:
         process_group.make_deterministic()
+    on_main(world, lambda: fetch(config))
     step, past, left_out = on_main(world, lambda: position(config))
     stages, batches, holdout = open_data(config, past, left_out)
     attempt = on_main(world, lambda: claim(stages, step, world))
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
     limit = config.run.time_limit_minutes
+    agreement = Agreement()
     stopping = Stopping(
         config.run.dir,
-        Agreement(),
+        agreement,
         time_limit_s=None if limit is None else limit * 60,
         started=started,
         signals=signals,
@@ -182,12 +200,14 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         compile_blocks(shell.lm)
     log.info(format_table(table_for(config, shell.lm)))
     engine = build(config, json, shell.lm, world, stages.packed, shell.values(config.run.seed))
+    mirror = open_mirror(config, world)
     checkpoints = Checkpoints(
         engine.ds,
         config.run.dir,
         policy=SavePolicy(config.checkpoint.keep_last, config.checkpoint.keep_every or 0),
         timeout_s=config.run.timeout_minutes * 60,
         attempt=attempt,
+        mirror=mirror,
     )
     found = choose(config, checkpoints, step)
     if found is not None:
@@ -196,6 +216,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     accepted = on_main(world, lambda: accept(stages, json, world, attempt, found, step))
     engine.rate = accepted.rate
     on_main(world, lambda: clear_markers(config.run.dir))
+    mirror.offer_newest()
     metrics = Metrics(stages, attempt=attempt.number, world=world, begun=engine.steps)
 
     began, reason = engine.steps, stopping.before_the_first_step()
@@ -207,7 +228,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
             watchdog.beat(engine.steps + 1)
             stage = enter(stages.at(engine.steps + 1), stage, engine, metrics)
             in_detail = due(config.log.details_every, engine.steps + 1, total)
-            take_step(engine, stream, metrics, left_out.batch(engine.steps + 1), in_detail)
+            take_step(engine, stream, metrics, left_out.batch(engine.steps + 1), in_detail, mirror.news())
             if rollback.is_due(engine):
                 stream.close()
                 done, left_out = rollback.roll_back(config, engine, checkpoints, attempt, found, left_out)
@@ -229,6 +250,9 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     how: dict[str, Any] = {"step": engine.steps, "began": began}
     if engine.steps < total:
         how["reason"] = reason
+    settle(
+        mirror, agreement, watchdog.beat, STOPPED_S if "reason" in how else config.run.timeout_minutes * 60
+    )
     finish(config, engine, total, how, attempt, metrics, world)
     watchdog.stop()
     engine.ds.destroy()
@@ -243,9 +267,17 @@ def enter(stage: PlannedStage, now: PlannedStage | None, engine: Engine, metrics
 
 
 def take_step(
-    engine: Engine, stream: PrefetchIterator, metrics: Metrics, batch: int, in_detail: bool
+    engine: Engine,
+    stream: PrefetchIterator,
+    metrics: Metrics,
+    batch: int,
+    in_detail: bool,
+    news: dict[str, Any],
 ) -> None:
-    """One step on the next batch, which has the number `batch` in the order of the data, and its row."""
+    """One step on the next batch, which has the number `batch` in the order of the data, and its row.
+
+    `news`: what else the row says.
+    """
     waited = stream.waited_s
     micro_batches = next(stream)
     waited = stream.waited_s - waited
@@ -253,7 +285,7 @@ def take_step(
     details = observe(engine, micro_batches[0]) if in_detail else {}
     if batch != engine.steps:
         details["batch"] = batch
-    metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details)
+    metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details | news)
 
 
 def due(every: int | None, step: int, total: int) -> bool:

@@ -86,6 +86,23 @@ def test_stopped_or_killed_run_continues_bitwise(tmp_path, config, unbroken, end
     ).read_text()
 
 
+def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror_bitwise(tmp_path, config, unbroken):
+    far = tmp_path / "far"
+    mirrored = f"checkpoint.mirror=file://{far}"
+    train_run(tmp_path, config, "run", 2, mirrored, "run.time_limit_minutes=0.0001")
+    assert json.loads((tmp_path / "run" / "stopped").read_text())["step"] == 1
+    shutil.rmtree(tmp_path / "run")
+    train_run(tmp_path, config, "run", 2, mirrored, "checkpoint.mirror_keep_last=2")
+    mine, whole = losses(tmp_path / "run"), losses(unbroken)
+    assert mine == {step: loss for step, loss in whole.items() if step > 1}
+    for path in far.glob("step_*"):
+        assert verify(path) == []
+    assert step(tmp_path / "run", STEPS).name in {path.name for path in far.glob("step_*")}
+    assert len(list(far.glob("step_*"))) == 2
+    news = [row["mirror"] for row in metric_rows(tmp_path / "run") if "mirror" in row]
+    assert all(row["failures"] == 0 for row in news)
+
+
 @pytest.mark.parametrize(
     ("world", "stage"), [(1, 3), (3, 1), (4, 2), pytest.param(2, 0, marks=pytest.mark.slow)]
 )

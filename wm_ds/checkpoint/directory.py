@@ -15,7 +15,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,11 @@ def checkpoints_dir(run_dir: str | Path) -> Path:
 def step_name(step: int) -> str:
     """Name of the directory of a step's checkpoint."""
     return f"step_{step:08d}"
+
+
+def is_step(name: str) -> bool:
+    """Whether a directory's name is that of a checkpoint."""
+    return _STEP.fullmatch(name) is not None
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Listed]:
@@ -223,10 +228,13 @@ def publish(
     return final
 
 
-def prune(run_dir: str | Path, *, keep_last: int, keep_every: int = 0) -> list[str]:
+def prune(
+    run_dir: str | Path, *, keep_last: int, keep_every: int = 0, spared: Collection[str] = ()
+) -> list[str]:
     """Remove complete checkpoints but the `keep_last` newest and those at multiples of `keep_every` steps.
 
-    Call after a publication only. Damaged ones do not count as kept and are left for a person to look at.
+    `spared`: names of those that somebody still reads. Call after a publication only. Damaged ones do not
+    count as kept and are left for a person to look at.
     Returns the names of the removed.
     """
     if keep_last < 1:
@@ -236,7 +244,7 @@ def prune(run_dir: str | Path, *, keep_last: int, keep_every: int = 0) -> list[s
     complete = [c for c in list_checkpoints(run_dir) if c.problem is None]
     removed = []
     for old in complete[keep_last:]:
-        if keep_every and old.step % keep_every == 0:
+        if (keep_every and old.step % keep_every == 0) or old.path.name in spared:
             continue
         doomed = old.path.rename(_doomed(old.path))
         shutil.rmtree(doomed, ignore_errors=True)

@@ -30,6 +30,7 @@ from wm_ds.checkpoint.format import (
     verify,
 )
 from wm_ds.checkpoint.layout_proof import prove
+from wm_ds.checkpoint.mirror import Mirror
 from wm_ds.checkpoint.writer import Saved, SavePolicy, Writer
 from wm_ds.distributed.host_group import Agreement, RankError
 from wm_ds.run.claim import Attempt
@@ -60,6 +61,7 @@ class Checkpoints:
         timeout_s: how long ranks wait for one another before a save or load counts as failed.
         attempt: this launch of the run, where several may follow each other (see run/claim.py): once a newer
             one has begun, this one publishes nothing any more.
+        mirror: on rank 0, what sends published checkpoints elsewhere, where the run has one.
 
     Raises ValueError for an engine whose state cannot be saved (see `EngineState`).
     """
@@ -72,6 +74,7 @@ class Checkpoints:
         policy: SavePolicy = _DEFAULT,
         timeout_s: float = 600.0,
         attempt: Attempt | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self._engine = engine
@@ -84,6 +87,7 @@ class Checkpoints:
             self.run_dir,
             policy=policy,
             attempt=attempt,
+            mirror=mirror,
         )
         self._proved = False  # whether a save has shown that weights are where they are looked for
         self._clean = False  # whether leftovers of earlier attempts have been removed

@@ -30,6 +30,7 @@ from wm_ds.checkpoint.format import (
     write_fragments,
     write_json,
 )
+from wm_ds.checkpoint.mirror import Mirror
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.run.claim import Attempt, SupersededError
 
@@ -99,13 +100,14 @@ class Writer:
         *,
         policy: SavePolicy,
         attempt: Attempt | None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.policy = policy
         self.timeout_s = agreement.timeout_s
         self.rank, self.world = agreement.rank, agreement.world
         self.on_disk_step: int | None = None  # the step that is saved already, here or by who went before
-        self._state, self._attempt = state, attempt
+        self._state, self._attempt, self._mirror = state, attempt, mirror
         self._agreement = agreement
         self._writing = Agreement(agreement.timeout_s)  # for the writer thread
         self._host: dict[str, torch.Tensor] = {}  # the snapshot's memory, kept from save to save
@@ -272,8 +274,17 @@ class Writer:
         except (OSError, CheckpointError, SupersededError) as error:
             shutil.rmtree(job.partial, ignore_errors=True)
             return "", f"save of step {job.step} failed: {error}"
+        spared: set[str] = set()
+        if self._mirror is not None:
+            self._mirror.offer(path)
+            spared = self._mirror.needs()
         try:
-            prune(self.run_dir, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every)
+            prune(
+                self.run_dir,
+                keep_last=self.policy.keep_last,
+                keep_every=self.policy.keep_every,
+                spared=spared,
+            )
         except OSError as error:  # an old checkpoint too many is no reason to end a run
             log.warning(f"checkpoint: could not remove old checkpoints ({error})")
         return str(path), None

@@ -295,7 +295,18 @@ class Checkpoint(Section):
     """Checkpoints of steps that are multiples of this are kept for good."""
     resume: str | None = None
     """Where a run without checkpoints of its own starts from: a checkpoint, or the run whose latest is meant.
-    A run that has one goes on from its own, so that a requeued job does not go back."""
+    A run that has one goes on from its own, so that a requeued job does not go back. An address, as in
+    `mirror`, is fetched first."""
+    mirror: str | None = None
+    """Address, as fsspec takes it (`s3://bucket/run`, `gs://…`, `file:///…`), to which every checkpoint is
+    copied beside training; a run whose own directory has no checkpoint fetches the newest from there.
+    Credentials are those of the address's library; `s3:` needs the package s3fs."""
+    mirror_keep_last: Count = Field(3, gt=0)
+    """Newest checkpoints kept there."""
+    mirror_keep_every: Steps | None = Field(None, gt=0)
+    """Checkpoints of steps that are multiples of this are kept there for good."""
+    mirror_mib_per_s: Annotated[float, Unit("MiB/s")] | None = Field(None, gt=0)
+    """Most that is sent a second, and read back; null: as fast as it goes."""
 
 
 class Evaluate(Section):

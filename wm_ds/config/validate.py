@@ -78,6 +78,9 @@ def _of_lengths(config: Config) -> list[str]:
     c = config.checkpoint
     if c.keep_every is not None and (c.every is None or c.keep_every % c.every):
         found.append(f"checkpoint.keep_every = {c.keep_every} is no multiple of checkpoint.every = {c.every}")
+    kept = c.mirror_keep_every
+    if c.mirror is not None and kept is not None and (c.every is None or kept % c.every):
+        found.append(f"checkpoint.mirror_keep_every = {kept} is no multiple of checkpoint.every = {c.every}")
     return found
 
 

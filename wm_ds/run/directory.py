@@ -111,7 +111,7 @@ def _is_foreign(path: Path) -> bool:
     """Whether something in a folder without config.yaml is not what a start leaves that was not accepted."""
     if path.name == "checkpoints":
         return not path.is_dir() or any(path.iterdir())
-    return not path.name.startswith((".", "attempts", "logs"))
+    return not path.name.startswith((".", "attempts", "logs", "fetched"))
 
 
 def recorded(folder: str | Path) -> Config | None:
