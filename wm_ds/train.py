@@ -60,7 +60,7 @@ from wm_ds.data.shards import ShardError
 from wm_ds.distributed import log as terminal
 from wm_ds.distributed import process_group
 from wm_ds.distributed.environment import VariableError
-from wm_ds.distributed.host_group import Agreement
+from wm_ds.distributed.host_group import Agreement, speaks
 from wm_ds.distributed.process_group import SetupError, World
 from wm_ds.engine.compile import compile_blocks
 from wm_ds.engine.deepspeed_config import table_for
@@ -154,12 +154,10 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
     try:
         train(config, json, world, started, signals)
     except REFUSED as error:
-        if world.is_main:
-            log.error("error: %s", error)
+        say(world, error)
         return 2
     except WmError as error:  # a checkpoint, too many skipped steps, a newer attempt
-        if world.is_main:
-            log.error("error: %s", error)
+        say(world, error)
         return 1
     except (Exception, KeyboardInterrupt) as error:
         # No error of the command line: the watchdog notes it for the other ranks, and shows where it was.
@@ -167,6 +165,12 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     process_group.shutdown()
     return 0
+
+
+def say(world: World, error: WmError) -> None:
+    """Why the run ends: rank 0's error, or that of a rank alone, with its number."""
+    if speaks(str(error)):
+        log.error("error: %s%s", "" if world.is_main else f"rank {world.rank}: ", error)
 
 
 def train(config: Config, json: dict[str, Any], world: World, started: float, signals: Signals) -> None:

@@ -7,6 +7,8 @@ training's own collectives run. A group serves one thread only, because gloo mat
 """
 
 import datetime
+import hashlib
+import time
 from typing import Any
 
 import torch
@@ -68,3 +70,28 @@ class Agreement:
             same = len({text for text in errors if text is not None}) == 1 and len(failed) == self.world
             details = str(errors[0]) if same else "; ".join(failed)
             raise RankError(f"{doing}: {details}") from error
+
+
+def speaks(text: str, patience_s: float = 3.0) -> bool:
+    """Whether this rank is the one that says `text`, why it ends, at the terminal.
+
+    Rank 0 says what it ends on. Another rank waits a little for it to say the same, and speaks, as the first
+    one, where it does not: an error of one rank alone is then said once, and one that all ranks have, too.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return True
+    key = "wm_ds/ended/" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        if dist.get_rank() == 0:
+            store.set(key, "said")
+            return True
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            if store.check([key]):
+                return False
+            time.sleep(0.1)
+        return store.add(f"{key}/others", 1) == 1
+    except (dist.DistNetworkError, dist.DistStoreError):
+        # Rank 0, which keeps the store, is gone. It has said why, and this is what came of it.
+        return dist.get_rank() == 0
