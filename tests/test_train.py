@@ -180,6 +180,7 @@ def test_steps_without_a_finite_loss_end_the_run_and_leave_its_checkpoint(data, 
         assert row["skipped"]
         assert len(row["samples"]) == 4
     from wm_ds.checkpoint.manager import find_latest, load_weights, verify
+    from wm_ds.run.state import state_of
 
     latest = find_latest(tmp_path / "run")
     assert latest.name == "step_00000003"
@@ -188,6 +189,10 @@ def test_steps_without_a_finite_loss_end_the_run_and_leave_its_checkpoint(data, 
     assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the weights"
     assert not (tmp_path / "run" / "done").exists()
     assert not (tmp_path / "run" / "stopped").exists()
+    # A person who lists runs finds the reason, without its log.
+    state = state_of(tmp_path / "run")
+    assert (state.state, state.step, state.checkpoint) == ("failed", 3, 3)
+    assert "3 steps in a row were skipped" in state.reason
 
 
 def refusal(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> str:

@@ -226,6 +226,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     began, reason = engine.steps, stopping.before_the_first_step()
     stage = enter(stages.at(max(1, engine.steps)), None, engine, metrics)
     with ExitStack() as opened:
+        opened.push(watchdog.note_error)
         stream = opened.enter_context(batches.iterate(engine.steps, *engine.data_rank))
         metrics.start()
         while engine.steps < total and reason is None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "tools.plan_memory": ["BAD", "--gpus", "8", "--gpu-memory", "80"],
     "tools.plot_run": ["BAD", "--output", "OUT"],
     "tools.reshape_checkpoint": ["BAD", "--list"],
+    "tools.runs": ["BAD"],
     "tools.sweep": ["BAD", "--plan"],
     "tools.train_tokenizer": ["--input", "BAD", "--output", "OUT", "--vocab-size", "300"],
     "wm_ds.evaluate.__main__": ["perplexity", "BAD", "--data", "BAD"],

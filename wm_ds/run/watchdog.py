@@ -29,8 +29,8 @@ import traceback
 from types import TracebackType
 
 from wm_ds.distributed import environment
-from wm_ds.errors import describe
-from wm_ds.run.claim import Attempt
+from wm_ds.errors import WmError, describe, one_line
+from wm_ds.run.claim import Attempt, SupersededError
 from wm_ds.run.exit_codes import EXIT_HUNG, EXIT_SUPERSEDED
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,13 @@ class Watchdog:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * self.poll_s)
 
+    def note_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As the `__exit__` of a context: what the person is told that the run ends on is noted, too."""
+        if isinstance(error, WmError) and not isinstance(error, SupersededError):
+            self._note("error", 1, error=one_line(str(error)))
+
     def _watch(self) -> None:
         while not self._ended.wait(self.poll_s):
             try:
@@ -166,7 +173,7 @@ class Watchdog:
             sys.stderr.flush()
             os._exit(1)
 
-    def _note(self, kind: str, code: int) -> None:
+    def _note(self, kind: str, code: int, **more: object) -> None:
         with contextlib.suppress(OSError):
-            node = socket.gethostname()
-            self.attempt.record_failure(rank=self.rank, node=node, kind=kind, exit_code=code, step=self.step)
+            where = {"rank": self.rank, "node": socket.gethostname(), "step": self.step}
+            self.attempt.record_failure(**where, kind=kind, exit_code=code, **more)
