@@ -115,6 +115,7 @@ MAY_IMPORT = {
         *("config", "data", "distributed", "evaluate", "families", "files"),
         *("model", "plan", "run", "trained"),
     },
+    "report": {"distributed", "run"},
     "rollback": {"checkpoint", "config", "data", "engine", "run", "start"},
     "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {

@@ -231,10 +231,11 @@ def evaluate(demo: Demo) -> None:
         command = ["python", "-m", "wm_ds.evaluate", "perplexity", RUN, "--sequences", 32, "--exact", 4]
         demo.run(*command, "--json", numbers)
         demo.done("held-out perplexity")
-    picture = RUN / "curves.png"
-    if demo.step("picture", [picture]):
+    picture, report = RUN / "curves.png", RUN / "report.html"
+    if demo.step("picture and report", [picture, report]):
         demo.run("python", "tools/plot_run.py", RUN, "--output", picture)
-        demo.done("picture")
+        demo.run("python", "tools/report.py", RUN, "--output", report)
+        demo.done("picture and report")
 
 
 def summary(demo: Demo, settings: configuration.Config) -> None:
@@ -282,8 +283,8 @@ def summary(demo: Demo, settings: configuration.Config) -> None:
         ("export", f"loads without wm_ds, logits as the trainer's to {check['difference']:.0e}"),
         ("time", f"{this_time}{seconds:.0f} s for all steps"),
         ("memory", f"{demo.state['peak_bytes'] / 1e9:.1f} GB at most, all processes together"),
-        ("files", f"{EXPORT} (the model), {RUN}/curves.png, {RUN}/metrics.jsonl,"),
-        ("", f"{RUN}/tensorboard, {RUN}/checkpoints, {DATA}"),
+        ("files", f"{RUN}/report.html (open it in a browser), {EXPORT} (the model),"),
+        ("", f"{RUN}/curves.png, metrics.jsonl, tensorboard, checkpoints, {DATA}"),
     ]
     points = series(place(rows), "loss", "step")
     print("\n" + sketch(points, "training loss (nats per token) by step", height=8) + "\n")

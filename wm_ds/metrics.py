@@ -32,6 +32,8 @@ from wm_ds.plan.flops import Flops
 
 log = logging.getLogger(__name__)
 WANDB_SECONDS = 20  # for its server to answer
+# No curves: where a row belongs, and the router's map (a number for each channel and source).
+NO_CURVE = ("attempt", "step", "samples", "router_share")
 WINDOW = 20  # steps over which speed and ETA are averaged
 
 
@@ -251,7 +253,7 @@ class Metrics:
             self._unwritten = True
 
     def _scalars(self, row: dict[str, Any], step: int) -> None:
-        flat = {k: v for k, v in _flatten(row) if k not in ("attempt", "step", "samples")}
+        flat = {k: v for k, v in _flatten(row) if k.partition("/")[0] not in NO_CURVE}
         self._to_tensorboard(
             step, lambda board: [board.add_scalar(name, value, step) for name, value in flat.items()]
         )

@@ -141,6 +141,7 @@ def test_router_statistics_by_hand(batch):
             shares = [abs(a) / total for a in alpha]
             entropy = -sum(s * math.log(s) for s in shares)
             assert found["router_entropy"][name][channel] == pytest.approx(entropy, abs=2e-5)
+            assert found["router_share"][name][channel] == pytest.approx(shares, abs=1e-4)
             # Layer l reads channel l mod k; what it gets from states of layers above its own is feedback.
             readers = [reader for reader in range(layers) if reader % k == channel]
             deeper = [sum(s for source, s in enumerate(shares) if source > reader) for reader in readers]

@@ -27,6 +27,7 @@ COMMANDS = {
     "tools.plan_memory": ["BAD", "--gpus", "8", "--gpu-memory", "80"],
     "tools.plot_run": ["BAD", "--output", "OUT"],
     "tools.reshape_checkpoint": ["BAD", "--list"],
+    "tools.report": ["BAD", "--output", "OUT"],
     "tools.runs": ["BAD"],
     "tools.sweep": ["BAD", "--plan"],
     "tools.train_tokenizer": ["--input", "BAD", "--output", "OUT", "--vocab-size", "300"],
@@ -125,6 +126,7 @@ OUTPUTS = {
     "tools.inspect_shards": ["packed", "--histogram", "--png", "OUT"],
     "tools.pack_data": ["--input", "run.yaml.txt", "--tokenizer", "packed/tokenizer", "--output", "OUT"],
     "tools.plot_run": ["run", "--output", "OUT"],
+    "tools.report": ["run", "--output", "OUT"],
     "tools.reshape_checkpoint": ["run/checkpoints/step_00000002", "--ranks", "1", "--out", "OUT"],
     "tools.train_tokenizer": ["--input", "run.yaml.txt", "--output", "OUT", "--vocab-size", "300"],
 }

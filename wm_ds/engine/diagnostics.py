@@ -23,7 +23,8 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
     before has made of it (model/gain.py).
     router_entropy [k]: of |alpha| over the L sources, in nats, per channel; keys and values apart. 0 is one
     source, log L is all alike. feedback_share [k]: part of |alpha| that lies on states deeper than the input
-    of the layer that reads the channel, averaged over its readers. peak_memory_gib [ranks]: since the start,
+    of the layer that reads the channel, averaged over its readers. router_share [k][L]: of |alpha|, what each
+    source has. peak_memory_gib [ranks]: since the start,
     on the GPU, or resident on a CPU. Only WhiteMatter with feedback has more than that.
     """
     memory = {"peak_memory_gib": peak_memory(engine)}
@@ -41,7 +42,7 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
             share_NkL = share_NkL / share_NkL.sum(-1, keepdim=True).clamp(min=1e-12)
             entropy_k = -(share_NkL * share_NkL.clamp(min=1e-12).log()).sum(-1).mean(0)
             feedback_k = (share_NkL * readers_kL).sum(-1).mean(0)
-            sums[name].add(torch.stack([entropy_k, feedback_k]))
+            sums[name].add(torch.cat([entropy_k, feedback_k, share_NkL.mean(0).flatten()]))
             return alpha_NkL
 
         return mixing_weights
@@ -58,21 +59,28 @@ def observe(engine: Engine, micro_batch: dict[str, Tensor]) -> dict[str, Any]:
         model.measure_residuals = model.measure_gain = False
         for branch in branches.values():
             branch.__dict__.pop("mixing_weights", None)
-    mean = [model.gain.float(), model.residuals.float(), *(sums[name].mean().flatten() for name in branches)]
+    mean = [model.gain.float(), model.residuals.float(), *(sums[name].mean() for name in branches)]
     packed = torch.cat([m.to(engine.world.device) for m in mean]).double()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(packed)
     numbers = [round(x, 5) for x in (packed / engine.world.size).tolist()]
-    k = model.config.num_kv_channels
+    k, L = model.config.num_kv_channels, model.config.num_hidden_layers
     gain, numbers = numbers[: len(model.gain)], numbers[len(model.gain) :]
-    passes = len(numbers) - 4 * k
-    parts = [numbers[passes + i * k : passes + (i + 1) * k] for i in range(4)]
+    passes = len(numbers) - 2 * k * (2 + L)
+    parts = [numbers[passes:][i * k : (i + 1) * k] for i in range(2 * (2 + L))]
+    key, value = parts[: 2 + L], parts[2 + L :]
     return memory | {
         "residuals": numbers[:passes],
         "gain": gain,
-        "router_entropy": {"key": parts[0], "value": parts[2]},
-        "feedback_share": {"key": parts[1], "value": parts[3]},
+        "router_entropy": {"key": key[0], "value": value[0]},
+        "feedback_share": {"key": key[1], "value": value[1]},
+        "router_share": {"key": _rows(key[2:], L), "value": _rows(value[2:], L)},
     }
+
+
+def _rows(parts: list[list[float]], length: int) -> list[list[float]]:
+    numbers = [round(x, 4) for part in parts for x in part]
+    return [numbers[i : i + length] for i in range(0, len(numbers), length)]
 
 
 def peak_memory(engine: Engine) -> list[float]:

@@ -1,0 +1,1 @@
+"""One page that shows what runs did: tools/report.py."""
