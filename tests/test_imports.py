@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "run": {"config", "distributed", "files"},
     "engine": {"config", "distributed", "families", "model", "optim"},
     "checkpoint": {"distributed", "files", "optim", "run"},
-    "plan": {"config", "data", "distributed", "engine", "families", "model", "optim"},
+    "plan": {"config", "data", "distributed", "engine", "families", "files", "model", "optim"},
     "trained": {"checkpoint", "config", "data", "families", "run"},
     "metrics": {"config", "distributed", "engine", "files", "plan", "run"},
     "export": {"checkpoint", "data", "engine", "families", "files", "model", "packing", "trained"},

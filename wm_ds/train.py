@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from wm_ds.config.reference import summary
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that --he
 from wm_ds import rollback
 from wm_ds.checkpoint.layout_proof import LayoutError
 from wm_ds.checkpoint.manager import Checkpoints
-from wm_ds.checkpoint.mirror import settle
+from wm_ds.checkpoint.mirror import Mirror, settle
 from wm_ds.checkpoint.store import StoreRefused
 from wm_ds.checkpoint.writer import SavePolicy
 from wm_ds.config import load as configuration
@@ -72,8 +72,10 @@ from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
 from wm_ds.optim.param_rules import OptimizerError, format_table
 from wm_ds.plan.flops import training
+from wm_ds.plan.profile import Profiles
 from wm_ds.run.claim import Attempt
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
+from wm_ds.run.stragglers import Stragglers
 from wm_ds.run.watchdog import Watchdog
 from wm_ds.start import (
     accept,
@@ -93,6 +95,14 @@ log = logging.getLogger("wm_ds.train")
 PROBE_ROWS = 2  # held-out rows whose loss is recorded with every checkpoint
 STOPPED_S = 10  # that a run which is asked to stop waits for its mirror
 REFUSED = (ConfigError, SetupError, ShardError, LayoutError, VariableError, OptimizerError, StoreRefused)
+
+
+class Beside(NamedTuple):
+    """What goes on beside the steps of a run; none of it changes a number."""
+
+    mirror: Mirror
+    profiles: Profiles
+    stragglers: Stragglers
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,6 +233,12 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     mirror.offer_newest()
     metrics = Metrics(stages, attempt=attempt.number, world=world, begun=engine.steps)
 
+    watch = config.watch
+    beside = Beside(
+        mirror,
+        Profiles(config, engine.lm, world),
+        Stragglers(agreement, engine.own_parts, config.log.every, watch.straggler, watch.straggler_intervals),
+    )
     began, reason = engine.steps, stopping.before_the_first_step()
     stage = enter(stages.at(max(1, engine.steps)), None, engine, metrics)
     with ExitStack() as opened:
@@ -233,7 +249,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
             watchdog.beat(engine.steps + 1)
             stage = enter(stages.at(engine.steps + 1), stage, engine, metrics)
             in_detail = due(config.log.details_every, engine.steps + 1, total)
-            take_step(engine, stream, metrics, left_out.batch(engine.steps + 1), in_detail, mirror.news())
+            take_step(engine, stream, metrics, left_out.batch(engine.steps + 1), in_detail, beside)
             if rollback.is_due(engine):
                 stream.close()
                 done, left_out = rollback.roll_back(config, engine, checkpoints, attempt, found, left_out)
@@ -277,20 +293,24 @@ def take_step(
     metrics: Metrics,
     batch: int,
     in_detail: bool,
-    news: dict[str, Any],
+    beside: Beside,
 ) -> None:
-    """One step on the next batch, which has the number `batch` in the order of the data, and its row.
-
-    `news`: what else the row says.
-    """
+    """One step on the next batch, which has the number `batch` in the order of the data, and its row."""
     waited = stream.waited_s
     micro_batches = next(stream)
     waited = stream.waited_s - waited
+    news = beside.mirror.news()
+    beside.profiles.before(engine.steps + 1)
     result = engine.step(micro_batches)
+    own = {} if beside.profiles.active else result.seconds  # a profiler takes its time
+    beside.profiles.after(result.step)
+    told, asked = beside.stragglers.after(result.step, own, waited, beside.profiles.requested)
+    if asked:
+        beside.profiles.request(result.step)
     details = observe(engine, micro_batches[0]) if in_detail else {}
     if batch != engine.steps:
         details["batch"] = batch
-    metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details | news)
+    metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details | news | told)
 
 
 def due(every: int | None, step: int, total: int) -> bool:

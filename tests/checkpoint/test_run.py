@@ -86,6 +86,20 @@ def test_stopped_or_killed_run_continues_bitwise(tmp_path, config, unbroken, end
     ).read_text()
 
 
+def test_a_profiled_run_is_the_unprofiled_one_bitwise(tmp_path, config, unbroken):
+    profiled = ("profile.steps=[3, 5]", "profile.ranks=[0, 1]", "profile.memory=true")
+    train_run(tmp_path, config, "run", 2, *profiled)
+    assert losses(tmp_path / "run") == losses(unbroken)
+    mine, theirs = (read_manifest(step(run, STEPS)) for run in (tmp_path / "run", unbroken))
+    assert {n: r for n, r in mine.files.items() if "safetensors" in n} == {
+        n: r for n, r in theirs.files.items() if "safetensors" in n
+    }
+    written = {path.name for path in (tmp_path / "run" / "profiles" / "step_00000003").iterdir()}
+    for rank in (0, 1):
+        assert f"rank_{rank:05d}.memory.json" in written
+        assert {f"rank_{rank:05d}.trace.json", f"rank_{rank:05d}.trace.json.gz"} & written
+
+
 def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror_bitwise(tmp_path, config, unbroken):
     far = tmp_path / "far"
     mirrored = f"checkpoint.mirror=file://{far}"

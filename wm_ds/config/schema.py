@@ -345,6 +345,32 @@ class Guard(Section):
     """How often a run does that; at the next time it fails."""
 
 
+class Watch(Section):
+    """What is noticed of ranks that hold up the others."""
+
+    straggler: float | None = Field(1.3, gt=1)
+    """A rank that computes so many times as long as the median of the ranks is slow; null: not compared."""
+    straggler_intervals: Count = Field(6, gt=0)
+    """Intervals (`log.every`) in a row that a rank must be slow before a line names its node."""
+
+
+class Profile(Section):
+    """Profiles of a few steps, into RUN/profiles. `touch RUN/PROFILE` asks for one at any time."""
+
+    steps: tuple[Steps, Steps] | None = None
+    """First and last step that is profiled; null: none, until asked for."""
+    ranks: list[Annotated[int, Unit("count")]] = Field([0], min_length=1)
+    """Ranks that are profiled, by number."""
+    memory: bool = False
+    """Also of memory: a snapshot of the allocator on CUDA; on a CPU the peak of the last of the steps, by
+    itself, not with `compile`."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
 class Log(Section):
     """What is printed and recorded, and how often."""
 
@@ -449,6 +475,8 @@ class Config(Section):
     evaluate: Evaluate = Evaluate()
     guard: Guard = Guard()
     log: Log = Log()
+    watch: Watch = Watch()
+    profile: Profile = Profile()
 
     def data_ranks(self, ranks: int) -> int:
         """How many of `ranks` work on different sequences. Raises ConfigError where N does not divide."""

@@ -13,6 +13,8 @@ from wm_ds.config.durations import parse_duration, parse_tokens, to_steps
 from wm_ds.config.schema import PASSES, PLAIN_FAMILIES, Config, ConfigError, Model, Section
 from wm_ds.config.stages import Plan, check_ranks, effective
 
+MOST_PROFILED = 20  # steps
+
 
 def contradictions(config: Config) -> list[str]:
     """Pairs of fields that cannot both be meant, one line each."""
@@ -27,7 +29,7 @@ def contradictions(config: Config) -> list[str]:
         for first, last in config.data.skip
         if not 1 <= first <= last
     ]
-    found += _of_rollbacks(config)
+    found += _of_rollbacks(config) + _of_profiles(config)
     if not all(0 <= b < 1 for b in config.optim.betas):
         found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
     return found
@@ -116,6 +118,21 @@ def _of_rollbacks(config: Config) -> list[str]:
             f"guard.rollback = {spikes} never comes: with guard.skip_spikes the run fails after "
             f"guard.max_skipped = {guard.max_skipped} spikes in a row"
         )
+    return found
+
+
+def _of_profiles(config: Config) -> list[str]:
+    p, found = config.profile, []
+    if p.steps is not None:
+        (first, last), said = p.steps, f"profile.steps = {list(p.steps)}"
+        if not 1 <= first <= last:
+            found.append(f"{said}: write [first, last], counted from 1")
+        elif last - first >= MOST_PROFILED:
+            found.append(f"{said}: a trace of {last - first + 1} steps is huge; {MOST_PROFILED} at most")
+        if config.steps is not None and last > config.steps:
+            found.append(f"{said}: the run has steps = {config.steps}")
+    if min(p.ranks) < 0:
+        found.append(f"profile.ranks = {p.ranks}: ranks are numbered from 0")
     return found
 
 
@@ -382,6 +399,11 @@ def check_against_deepspeed(config: Config, json: dict[str, Any]) -> None:
 def check_against_launch(config: Config, json: dict[str, Any], ranks: int) -> None:
     """What the run and DeepSpeed's checked JSON contradict the number of ranks in. Raises ConfigError."""
     check_ranks(config, ranks)
+    if config.profile.steps is not None and max(config.profile.ranks) >= ranks:
+        raise ConfigError(
+            f"profile.ranks = {config.profile.ranks}: the launch has {ranks} rank{'s' * (ranks != 1)}, "
+            "numbered from 0"
+        )
     node = json.get("zero_optimization", {}).get("zero_hpz_partition_size", "auto")
     if node != "auto" and ranks % node:
         raise ConfigError(

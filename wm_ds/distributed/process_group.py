@@ -10,7 +10,8 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,8 +208,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Clock:
     """Seconds of this rank by part of the step. On CUDA by events, so that measuring does not wait."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(
+        self, device: torch.device, name: Callable[[str], AbstractContextManager] = contextlib.nullcontext
+    ) -> None:
+        """`name`: what a part runs in, besides; for a profiler."""
+        self._cuda, self._name = device.type == "cuda", name
         self._marks: list[tuple[str, Any, Any]] = []
 
     def _now(self) -> Any:
@@ -222,7 +226,8 @@ class Clock:
     def of(self, part: str) -> Iterator[None]:
         """Time what runs inside as `part`."""
         start = self._now()
-        yield
+        with self._name(part):
+            yield
         self._marks.append((part, start, self._now()))
 
     def seconds(self) -> dict[str, float]:

@@ -48,6 +48,7 @@ from wm_ds.engine.sequence_parallel import SequenceShard
 from wm_ds.errors import WmError
 from wm_ds.families import family_of, model_config
 from wm_ds.model.shard import ALL, Shard
+from wm_ds.model.spans import span
 from wm_ds.optim.freeze import Freeze, check_freeze
 from wm_ds.optim.learning_rate import RateSchedule, learning_rate
 from wm_ds.optim.muon import MuonAdamW, Settings
@@ -126,6 +127,17 @@ class Engine:
         return self.ds.module.lm
 
     @property
+    def own_parts(self) -> tuple[str, ...]:
+        """The parts of a step's `seconds` in which no rank waits for another one: its own computing.
+
+        Backward is none of them where DeepSpeed reduces gradients in it; neither is forward where it gathers
+        parameters (ZeRO 3) or ranks share rows.
+        """
+        if self.stage == 3 or self.shard.ranks > 1:
+            return ()
+        return ("forward", "backward") if self.clips_locally or self.sums_own else ("forward",)
+
+    @property
     def data_rank(self) -> tuple[int, int]:
         """(this rank's number, how many) among the ranks that work on different sequences."""
         return self.world.rank // self.shard.ranks, self.world.size // self.shard.ranks
@@ -175,7 +187,7 @@ class Engine:
                 f"{len(micro_batches)} micro-batches given, the engine accumulates {self.accumulation}"
             )
         micro_batches = self._own_labels(micro_batches)
-        clock = Clock(self.world.device)
+        clock = Clock(self.world.device, span)
         self.ds.train()
         device = self.world.device
         valid = sum((mb["labels"] != IGNORE).sum() for mb in micro_batches)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from wm_ds.families import family_of
 from wm_ds.model.layout import document_positions
+from wm_ds.model.spans import span
 
 IGNORE = -100  # the label of a position without a target, as in transformers and torch
 CHUNK_LOGITS = 1 << 26  # logits in hand at a time: 256 MiB in fp32, 441 rows at Qwen3's vocabulary of 151,936
@@ -106,7 +107,8 @@ class HeadLoss(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
         """Sum of the cross-entropies of hidden states [B, T, D] under the head [V, D]."""
-        return cross_entropy_sum(hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
+        with span("head"):
+            return cross_entropy_sum(hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
 
 
 class TokenLoss(nn.Module):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import Slots, compute_dtype
 from .pool import Pool, unit
+from .spans import span
 from .stack import PassOptions, PassResult, Workspace
 from .visibility import additive_mask
 
@@ -30,7 +31,12 @@ def run_feedforward(
     slots = Slots([width], [mask.shape[-1]], [mask])
 
     def run_layer(index: int, h_BWD: Tensor, *units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        key, value = pool.channel(index, units, cos, sin)
+        with span("layer", index):
+            return run_and_pool(index, h_BWD, *units)
+
+    def run_and_pool(index: int, h_BWD: Tensor, *units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with span("pool"):
+            key, value = pool.channel(index, units, cos, sin)
         keys, values = key, value
         if past is not None:
             keys = torch.cat((past[0][index].to(key.dtype), key), dim=2)

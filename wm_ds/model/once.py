@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import Slots, compute_dtype
 from .blocks import FusedLayer, OwnKVLayer
+from .spans import span
 from .stack import PassOptions, PassResult, Workspace
 from .visibility import additive_mask
 
@@ -57,15 +58,21 @@ def run_once(
             key, value = seen
         return layer(h_BWD, slots, cos, sin, [key], [value]), *made
 
+    def named(index: int, h_BWD: Tensor, *seen: Tensor) -> tuple[Tensor, ...]:
+        with span("layer", index):
+            return run(index, h_BWD, *seen)
+
     kvs: list[tuple[Tensor, ...]] = []
     states = []
     for index, layer in enumerate(layers):
         states.append(h_BWD)
         seen = () if isinstance(layer, OwnKVLayer) else [x for kv in reads[index] for x in kvs[kv]]
         if options.recompute != "none" and torch.is_grad_enabled():
-            h_BWD, *made = checkpoint(run, index, h_BWD, *seen, use_reentrant=False, preserve_rng_state=False)
+            h_BWD, *made = checkpoint(
+                named, index, h_BWD, *seen, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            h_BWD, *made = run(index, h_BWD, *seen)
+            h_BWD, *made = named(index, h_BWD, *seen)
         if made:
             kvs.append(tuple(made))
     keys = values = h_BWD.new_zeros(0)

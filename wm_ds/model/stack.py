@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import Slots
 from .pool import Pool
 from .shard import ALL, Shard
+from .spans import span
 from .visibility import Visibility
 from .work import RECOMPUTE_POLICIES
 
@@ -179,7 +180,8 @@ def run_layers(
         entering.append(h_BnD)
         if index == len(stack.layers) - 1 and not last:
             return States(entering, None)
-        run = partial(_run_layer, layer, view, view.channel(index % stack.channels, entering))
+        channel = view.channel(index % stack.channels, entering)
+        run = partial(_run_layer, index, layer, view, channel)
         if recompute:
             h_BnD = checkpoint(run, h_BnD, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -187,8 +189,9 @@ def run_layers(
     return States(entering, h_BnD)
 
 
-def _run_layer(layer: nn.Module, view: View, channel: Channel, h_BnD: Tensor) -> Tensor:
-    return layer(h_BnD, *view.queries(), *channel)
+def _run_layer(index: int, layer: nn.Module, view: View, channel: Channel, h_BnD: Tensor) -> Tensor:
+    with span("layer", index):
+        return layer(h_BnD, *view.queries(), *channel)
 
 
 __all__ = [

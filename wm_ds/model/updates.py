@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import MAX_RUNS, MAX_RUNS_WITH_GRAD, Slots, compute_dtype, slots_of, takes_flex
 from .layerwise import LayerwiseView
+from .spans import span
 from .stack import Channel, PassOptions, Queries, Stack, States, View, Workspace, run_layers
 from .tape import Computed, Tape, ordered, read, read_channel, store
 from .work import Step, Update, start_of
@@ -129,6 +130,11 @@ class Updates:
         store(self.tape, start, self._compute(start, None))
 
     def _compute(self, update: Update, token: Tensor | None) -> Computed:
+        part = span("start") if update.pass_index is None else span("pass", update.pass_index + 1)
+        with part, span("group", update.positions.start):
+            return self._computed(update, token)
+
+    def _computed(self, update: Update, token: Tensor | None) -> Computed:
         cos, sin = self.table(update.positions)
         with torch.set_grad_enabled(update.states_grad):
             link = self.no_token if token is None else token
@@ -169,10 +175,12 @@ class Updates:
         kept = update.sweeps and not update.states_grad
         again = with_grad and (self.options.by_step if kept else both and pieces > 1)
         if pieces == 1 and not again:
-            return pool(states, cos, sin)
+            with span("pool"):
+                return pool(states, cos, sin)
 
         def piece(cos: Tensor, sin: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
-            return pool(list(states), cos, sin)
+            with span("pool"):
+                return pool(list(states), cos, sin)
 
         cuts = [length * i // pieces for i in range(pieces + 1)]
         keys, values = [], []

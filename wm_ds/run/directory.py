@@ -31,7 +31,7 @@ OF_A_BRANCH = ("run.branch_from", "model.attention", "model.prefill_passes", "mo
 # What only says where and how often, and may change without a word, or is said in other words.
 QUIET = (
     *("run.dir", "run.timeout_minutes", "run.time_limit_minutes"),
-    *("log", "checkpoint", "evaluate", "data", "stages"),
+    *("log", "checkpoint", "evaluate", "data", "stages", "watch", "profile"),
 )
 CONFIG = "config.yaml"
 
