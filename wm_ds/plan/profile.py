@@ -124,7 +124,10 @@ class Profiles:
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY)
         self._profiler = torch.profiler.profile(activities=activities)
         name_parts(True)
-        self._named = [] if isinstance(self._lm, WhiteMatterPreTrainedModel) else _name_layers(self._lm)
+        if (
+            not isinstance(self._lm, WhiteMatterPreTrainedModel) and not self._compiles
+        ):  # a hook compiles anew
+            self._named = _name_layers(self._lm)
         self._profiler.start()
         self._tracing = True
 
