@@ -109,7 +109,8 @@ MAY_IMPORT = {
     "metrics": {"config", "distributed", "engine", "files", "plan", "run"},
     "export": {"checkpoint", "data", "engine", "families", "files", "model", "packing", "trained"},
     "evaluate": {
-        *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "trained"),
+        *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "packing"),
+        "trained",
     },
     "sweep": {
         *("config", "data", "distributed", "evaluate", "families", "files"),
@@ -120,7 +121,7 @@ MAY_IMPORT = {
     "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {
         *("config", "files", "model", "distributed", "data", "optim", "families"),
-        *("run", "engine", "checkpoint", "plan", "metrics", "start", "rollback"),
+        *("run", "engine", "checkpoint", "plan", "metrics", "start", "rollback", "evaluate"),
     },
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.support import toy_corpus
@@ -91,6 +92,40 @@ def test_a_run_leaves_everything_that_it_promises(straight):
     evaluations = rows(run, "holdout_loss")
     assert [row["step"] for row in evaluations] == [3, 6]
     assert all("holdout_loss_double_passes" in row for row in evaluations)
+
+
+def test_samples_on_the_way_change_no_number(straight, data, tmp_path):
+    """Losses are the straight run's bit for bit, and the texts are what the model itself would continue."""
+    samples = {"prompts": ["the", "a b"], "every": 4, "tokens": 5, "temperature": 0.0}
+    written = []
+    for stage in (2, 3):
+        folder = tmp_path / f"stage{stage}"
+        folder.mkdir()
+        log = {"details_every": 3, "every": 1, "samples": samples}
+        done = forked(run_file(folder, data, log=log), f"deepspeed=ds_configs/zero{stage}.json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        with open(folder / "run/samples.jsonl") as file:
+            written.append([json.loads(line) for line in file])
+        if stage == 2:
+            assert [r["loss"] for r in rows(folder / "run", "loss")] == [
+                r["loss"] for r in rows(straight[0], "loss")
+            ]
+    from wm_ds import trained
+    from wm_ds.packing.tokenizer import make_encoder, open_decoder, open_tokenizer
+
+    assert [row["step"] for row in written[0]] == [4, 6]
+    assert [row["samples"] for row in written[0]] == [row["samples"] for row in written[1]]
+    source = trained.find(tmp_path / "stage2/run")
+    lm, decode = source.load(torch.float32), open_decoder(source.tokenizer_dir())
+    for one in written[0][-1]["samples"]:
+        ids = make_encoder(open_tokenizer(str(source.tokenizer_dir()))).encode([one["prompt"]])[0].tolist()
+        for _ in range(5):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                found = lm(
+                    input_ids=torch.tensor([ids]), schedule=lm.config.training_schedule(), use_cache=False
+                )
+            ids.append(int(found.logits[0, -1].argmax()))
+        assert decode(ids[-5:]) == one["text"]
 
 
 def test_details_describe_the_iteration(straight):
@@ -215,6 +250,8 @@ def test_bad_input_is_refused_in_one_line(capsys, data, tmp_path, monkeypatch):
     assert "entries_on_host" in refusal(capsys, path, "entries_on_host=true", "model.feedback=false")
     assert "global_batch 5 does not divide" in refusal(capsys, path, "batch.global_batch=5")
     assert "nowhere" in refusal(capsys, path, "data.train=nowhere")
+    assert "log.samples.prompts.0 is empty" in refusal(capsys, path, 'log.samples={prompts: [""]}')
+    assert "longer than the model's rows of 24" in refusal(capsys, path, "log.samples={prompts: [hello]}")
     assert "model.vocab_size = 10 is smaller" in refusal(capsys, path, "model.vocab_size=10")
     assert "deepspeed = nowhere.json" in refusal(capsys, path, "deepspeed=nowhere.json")
     assert "wandb is not installed" in refusal(capsys, path, "log.wandb=project")

@@ -182,6 +182,23 @@ class Metrics:
         if self._times:
             self._times = deque([(time.perf_counter(), 0)], maxlen=WINDOW + 1)
 
+    def samples(self, step: int, texts: list[dict[str, str]], seconds: float) -> None:
+        """Texts that the model wrote after `step` (evaluate/samples.py): a row of samples.jsonl."""
+        if not self.active:
+            return
+        row = {"attempt": self.attempt, "step": step, "seconds": round(seconds, 1), "samples": texts}
+        try:
+            path = self._folder / "samples.jsonl"
+            halved = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write("\n" * halved + json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("step %d: its samples are lost: %s", step, describe(error))
+        shown = "\n\n".join(f"**{one['prompt']}**{one['text']}" for one in texts)
+        self._to_tensorboard(step, lambda board: board.add_text("samples", shown, step))
+        log.info("step %d: %d samples (%.1f s)", step, len(texts), seconds)
+        self.pause()
+
     def rolled_back(self, at: int, to: int, batches: tuple[int, int], number: int) -> None:
         """After step `at` the run has gone back to step `to` and leaves `batches` out: one row, with which
         rows of later steps so far are void. `number` counts the rollbacks of the run."""

@@ -68,6 +68,7 @@ from wm_ds.engine.diagnostics import observe
 from wm_ds.engine.engine import Engine, TrainingFailed, build
 from wm_ds.engine.init_weights import Shell
 from wm_ds.errors import INTERRUPTED, WmError, describe, run_cli
+from wm_ds.evaluate.samples import open_sampler
 from wm_ds.families import model_config
 from wm_ds.metrics import Metrics, check_sinks
 from wm_ds.optim.param_rules import OptimizerError, format_table
@@ -159,7 +160,8 @@ def run(path: str, overrides: list[str], started: float, signals: Signals) -> in
     config, json = load(path, overrides)
     # What the file and the launch contradict is refused before ranks meet and anything is built.
     validate.check_against_launch(config, json, process_group.launch_size()[2])
-    open_data(config, *position(config)[1:])
+    stages, *_ = open_data(config, *position(config)[1:])
+    open_sampler(config, stages.packed)
     world = process_group.init(config.run.timeout_minutes)
     try:
         train(config, json, world, started, signals)
@@ -193,6 +195,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     on_main(world, lambda: fetch(config))
     step, past, left_out = on_main(world, lambda: position(config))
     stages, batches, holdout = open_data(config, past, left_out)
+    sampler = open_sampler(config, stages.packed)
     attempt = on_main(world, lambda: claim(stages, step, world))
     watchdog = Watchdog(attempt, rank=world.rank, local_rank=world.local_rank, world=world.size).start()
     limit = config.run.time_limit_minutes
@@ -261,6 +264,10 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 continue
             if due(config.evaluate.every, engine.steps, total):
                 evaluate(stage.config, engine, holdout, metrics)
+            if sampler is not None and due(sampler.said.every, engine.steps, total):
+                began_at = time.perf_counter()
+                texts = sampler.texts(engine)
+                metrics.samples(engine.steps, texts, time.perf_counter() - began_at)
             reason = stopping.check(save_failed=checkpoints.failed)
             if due(config.checkpoint.every, engine.steps, total) or reason is not None:
                 last = engine.steps == total or reason is not None

@@ -371,6 +371,19 @@ class Profile(Section):
         return tuple(value) if isinstance(value, list) else value
 
 
+class Samples(Section):
+    """Texts that the model writes on the way, for a person to read."""
+
+    prompts: list[str] = Field(min_length=1, max_length=16)
+    """What it is to continue."""
+    every: Steps = Field(1000, gt=0)
+    """Steps between samples; also at the end."""
+    tokens: Tokens = Field(32, gt=0)
+    """Length of a continuation. Each token is a whole forward, on all ranks."""
+    temperature: float = Field(0.8, ge=0)
+    """Of the draw; 0 takes the likeliest token. The draws are the same at every step of the run."""
+
+
 class Log(Section):
     """What is printed and recorded, and how often."""
 
@@ -382,6 +395,8 @@ class Log(Section):
     """Write event files of TensorBoard into the run directory."""
     wandb: str | None = None
     """Project name at Weights & Biases; needs the package wandb."""
+    samples: Samples | None = None
+    """Continuations of fixed prompts, written to `samples.jsonl` and TensorBoard. Default: none."""
 
 
 # Stages

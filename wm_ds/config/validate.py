@@ -202,6 +202,11 @@ def _sequence_contradictions(config: Config) -> list[str]:
             f"sequence_parallel = {n} needs steps that are spread over the whole row, and those of "
             f"model.schedule = {m.schedule} lie on few ranks; use cyclic"
         )
+    if config.log.samples is not None:
+        found.append(
+            f"sequence_parallel = {n} divides rows among ranks, and log.samples needs whole ones: leave the "
+            "samples out, or use sequence_parallel 1"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(m, name)
         if heads % n:

@@ -375,6 +375,22 @@ class Engine:
         loss, count = process_group.all_reduce_sum([float(total), float(tokens)], self.world.device)
         return loss / max(count, 1), int(count)
 
+    @torch.no_grad()
+    def next_token_logits(self, ids: list[int]) -> Tensor:
+        """[V] fp32 on the CPU: what follows a document that begins with `ids`, by the trained schedule, in
+        evaluation mode. Collective, with the same ids on all ranks."""
+        device = self.world.device
+        row = torch.tensor([ids], device=device)
+        batch: dict[str, Any] = {"input_ids": row, "labels": None, "document_ids": torch.zeros_like(row)}
+        if self.passes:
+            batch["schedule"] = self.passes_schedule(1)
+        steps = len(batch["schedule"].steps(len(ids))) if self.passes else 1
+        self.ds.eval()
+        with self.traces.of(("samples", steps)):
+            logits_BV = self.ds(**batch)
+        self.ds.train()
+        return logits_BV[0].float().cpu()
+
     @property
     def passes(self) -> int:
         """Passes of a training step; 0 for a model that has none."""

@@ -105,8 +105,11 @@ class HeadLoss(nn.Module):
     gathers it around this call; with tied embeddings it is the embedding's weight.
     """
 
-    def forward(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-        """Sum of the cross-entropies of hidden states [B, T, D] under the head [V, D]."""
+    def forward(self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor | None) -> Tensor:
+        """Sum of the cross-entropies of hidden states [B, T, D] under the head [V, D]; without labels the
+        last position's logits [B, V]."""
+        if labels_BT is None:
+            return hidden_BTD[:, -1].float() @ weight_VD.float().T
         with span("head"):
             return cross_entropy_sum(hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
 
@@ -125,9 +128,10 @@ class TokenLoss(nn.Module):
         self.head_loss = HeadLoss()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, document_ids: Tensor, **model_arguments: Any
+        self, input_ids: Tensor, labels: Tensor | None, document_ids: Tensor, **model_arguments: Any
     ) -> Tensor:
-        """Sum of the cross-entropies over all valid labels; arguments [B, T]."""
+        """Sum of the cross-entropies over all valid labels; arguments [B, T]. Without labels: the logits
+        behind each row's last position, [B, V]."""
         hidden_BTD = self.hidden(input_ids, document_ids, **model_arguments)
         return self.head_loss(hidden_BTD, self.lm.get_output_embeddings().weight, labels)
 
