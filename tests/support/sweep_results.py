@@ -34,7 +34,7 @@ def entry(seed: int, perplexity: float, curve: list[float] = (), **more) -> dict
             },
             "perplexity": {"perplexity": perplexity},
             "passes": {"as_trained": perplexity, "perplexities": list(curve), "groups": more.get("trained")},
-            "layerwise": {"groups": more.get("layerwise", [])},
+            "starts": {"curves": more.get("starts", [])},
             "exact": {"perplexity": exact, "seconds_per_row": 0.2 if groups else None},
             "converge": {"exact": None, "groups": groups},
         },

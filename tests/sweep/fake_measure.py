@@ -12,7 +12,7 @@ def main(folder: str, output: str, settings: str) -> None:
         "model": {"cache_bytes_per_token": 64.0, "parameters_without_embeddings": 10},
         "perplexity": {"perplexity": 20.0},
         "passes": {"as_trained": 21.0, "groups": None, "perplexities": [25.0, 20.5]},
-        "layerwise": {"sequences": 32, "groups": []},
+        "starts": {"curves": []},
         "exact": {"perplexity": 21.5, "seconds_per_row": 0.5},
         "converge": {"exact": None, "groups": []},
     }

@@ -12,8 +12,12 @@ from wm_ds.sweep import price
 
 def results(cheap: list[float], flops: float = 1.4e13) -> dict:
     """The paper's schedule at 50, 60, 70 by seed, and an arm beside it."""
-    curve: dict = {"groups": {1: None, 8: 2}, "settings": {"converge": [1, 8], "within": 0.003}}
-    curve |= {"layerwise": [{"groups": g, "perplexities": [66.0, 61.0]} for g in (8, 1)], "trained": 8}
+    curves = [
+        {"groups": g, "start": start, "perplexities": [66.0, 61.0, 60.0 + g / 10]}
+        for g in (1, 8, 16)
+        for start in ("embedding", "layerwise")
+    ]
+    curve = {"starts": curves, "trained": 8}
     paper = [entry(i, p, [2 * p, p, p], flops=2e13, **curve) for i, p in enumerate((50.0, 60.0, 70.0))]
     other = [entry(i, p, [2 * p, p, p], flops=flops, **curve) for i, p in enumerate(cheap)]
     arms = {
@@ -45,12 +49,14 @@ def test_arms_are_compared_seed_by_seed():
 def test_the_table_gives_cost_and_loss():
     lines = price.table(results([50.5, 60.0, 70.7])["passes"]).splitlines()
     assert len(lines) == 5
-    assert lines[4] == (
-        "| cheap one | 3 of 3 | 1.40 | 60.40 ± 10.11 | +0.67 ± 0.33 % | +100.00, +0.00, +0.00 % "
-        "| +9.27, +0.99 % | +9.27, +0.99 % | 1: not reached, 8: 2 |"
+    over = "+9.27, +0.99, "
+    by_groups = " | ".join(f"{over}{g} %" for g in ("+0.66", "+1.99", "−0.50"))
+    assert (
+        lines[4]
+        == f"| cheap one | 3 of 3 | 1.40 | 60.40 ± 10.11 | +0.67 ± 0.33 % | {by_groups} | {by_groups} |"
     )
     assert lines[3].split("|")[5].strip() == ""
-    assert lines[2] == "| vanilla | 1 of 1 | 1.00 | 80.00 | +60.00 % | — | — | — | — |"
+    assert lines[2] == "| vanilla | 1 of 1 | 1.00 | 80.00 | +60.00 % | — | — | — | — | — | — |"
     assert price.table(results([])["passes"]).splitlines()[4].startswith("| cheap one | 0 of 3 |")
     assert price.section({}, "nothing") == "nothing"
     said = price.section(results([50.1, 60.1, 70.1]), "nothing")

@@ -164,7 +164,7 @@ def finished_entry(run, sweep) -> dict:
             "model": {"cache_bytes_per_token": 32.0, "parameters_without_embeddings": 1000},
             "perplexity": {"perplexity": 10.0 + run.seed},
             "passes": {"as_trained": 10.0, "perplexities": []},
-            "layerwise": {"groups": []},
+            "starts": {"curves": []},
             "exact": {"perplexity": 10.0, "seconds_per_row": None},
             "converge": {"exact": None, "groups": []},
         },

@@ -177,11 +177,11 @@ def test_a_tiny_sweep_in_earnest(swept):
     assert len(pool["passes"]["perplexities"]) == 2
     # Trained with three passes over groups of two: six positions of the 24 are exact, the rest nearly so.
     assert pool["passes"]["as_trained"] == pytest.approx(pool["exact"]["perplexity"], rel=0.05)
-    trained, both = pool["layerwise"]["groups"]
-    assert (trained["groups"], both["groups"]) == (2, 1)
-    assert len(trained["perplexities"]) == 3
-    assert trained["perplexities"][2] == pytest.approx(pool["exact"]["perplexity"], rel=0.05)
-    assert trained["perplexities"][0] != pool["passes"]["perplexities"][0]
+    curves = {(one["groups"], one["start"]): one["perplexities"] for one in pool["starts"]["curves"]}
+    assert curves.keys() == {(g, start) for g in (1, 2, 4) for start in ("embedding", "layerwise")}
+    assert curves[2, "embedding"][:2] == pool["passes"]["perplexities"]
+    assert curves[2, "layerwise"][2] == pytest.approx(pool["exact"]["perplexity"], rel=0.05)
+    assert curves[2, "layerwise"][0] != curves[2, "embedding"][0]
     (jacobi,) = pool["converge"]["groups"]
     assert jacobi["groups"] == 1
     assert jacobi["reached"]["exact"]["passes"] == len(jacobi["perplexities"]) <= 4

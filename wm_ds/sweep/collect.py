@@ -160,9 +160,9 @@ def figures(entry: dict[str, Any]) -> dict[str, float | None]:
     }
     for number, value in enumerate(curve, start=1):
         found[f"passes_{number}"] = value
-    for of_g in measured["layerwise"]["groups"]:
-        for number, value in enumerate(of_g["perplexities"], start=1):
-            found[f"layerwise_g{of_g['groups']}_{number}"] = value
+    for one in measured["starts"]["curves"]:
+        for number, value in enumerate(one["perplexities"], start=1):
+            found[f"{one['start']}_g{one['groups']}_{number}"] = value
     for entry_of_g in measured["converge"]["groups"]:
         for goal in ("exact", "best"):
             reached = entry_of_g["reached"].get(goal)

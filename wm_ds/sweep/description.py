@@ -53,7 +53,7 @@ class Measure(Section):
     passes: Count = Field(8, gt=0)
     """The largest number of passes, at the groups the model was trained with."""
     start_passes: Count = Field(3, gt=0)
-    """The largest number of passes behind a layerwise start."""
+    """The largest number of passes by which the starts are compared."""
     converge: list[Count] = Field(default_factory=lambda: [1])
     """Numbers of groups whose passes to within `within` of exact perplexity are counted; 1 is Jacobi."""
     converge_sequences: Sequences = Field(16, gt=0)

@@ -5,7 +5,7 @@ Each part is written as soon as it is known, so that a kill costs one part at mo
     model       parameters, bytes that the cache takes a token (in bf16), how training ended
     perplexity  as trained, on many rows: what arms are compared by
     passes      with 1 … N cyclic passes at the trained groups, on some rows, and as trained on the same ones
-    layerwise   the same behind a layerwise start, and with every position at once (Jacobi)
+    starts      few passes from either start, with the trained groups, twice as many, and one (Jacobi)
     exact       exact autoregressive evaluation of the same rows
     converge    for each number of groups: perplexity pass by pass until it is near exact, and near the best
                 of `passes`, on fewer rows
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wm_ds.sweep.measure")
 MEASURER = "wm_ds.sweep.measure"
-PARTS = ("model", "perplexity", "passes", "layerwise", "exact", "converge")
+PARTS = ("model", "perplexity", "passes", "starts", "exact", "converge")
 
 
 def measure_command(run: Run, settings: Measure) -> list[str]:

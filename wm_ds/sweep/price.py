@@ -50,10 +50,12 @@ _HEAD = (
     "training FLOPs, × vanilla",
     "exact perplexity",
     "beside 1 + 2, same seeds",
-    "after 1, 2, 3 passes, over exact",
-    "layerwise start, then 1, 2",
-    "layerwise start, then 1, 2 of Jacobi",
-    "passes to within 0.3 % of exact, by g",
+    "1, 2, 3 passes over exact, trained g",
+    "twice the groups",
+    "Jacobi",
+    "layerwise start, trained g",
+    "layerwise, twice the groups",
+    "layerwise, Jacobi",
 )
 
 
@@ -89,10 +91,11 @@ def table(report: dict[str, Any]) -> str:
             times,
             f"{exact['mean']:.2f}{spread}",
             "" if name == PAPER else in_words(*paired(report, name, PAPER, "exact_perplexity")),
-            _excess(found, [f"passes_{n}" for n in (1, 2, 3)]),
-            _excess(found, [f"layerwise_g{groups_of(arm)}_{n}" for n in (1, 2)]),
-            _excess(found, [f"layerwise_g1_{n}" for n in (1, 2)]),
-            _reached(arm),
+            *(
+                _excess(found, [f"{start}_g{g}_{n}" for n in (1, 2, 3)])
+                for start in ("embedding", "layerwise")
+                for g in groups_of(arm)
+            ),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -106,9 +109,10 @@ def in_words(change: float, error: float | None, n: int) -> str:
     return f"{words} %" if error is None else f"{words} ± {100 * error:.2f} %"
 
 
-def groups_of(arm: dict[str, Any]) -> int | None:
-    """The groups that an arm's runs were measured with; None for a model without passes."""
-    return arm["runs"][0]["measured"]["passes"]["groups"]
+def groups_of(arm: dict[str, Any]) -> tuple[int, int, int]:
+    """The groups that prefill was measured with: those of training, twice as many, one."""
+    trained = arm["runs"][0]["measured"]["passes"]["groups"] or 1
+    return trained, 2 * trained, 1
 
 
 def _excess(found: dict[str, Any], names: list[str]) -> str:
@@ -117,19 +121,6 @@ def _excess(found: dict[str, Any], names: list[str]) -> str:
     if not known:
         return "—"
     return ", ".join(f"{100 * (value / exact - 1):+.2f}".replace("-", "−") for value in known) + " %"
-
-
-def _reached(arm: dict[str, Any]) -> str:
-    """`8: 3, 16: 2`, the most of any seed."""
-    settings = arm["runs"][0]["measured"]["settings"]
-    words = []
-    for g in settings.get("converge", []):
-        found = [figures(run).get(f"converge_exact_g{g}") for run in arm["runs"]]
-        known = [number for number in found if number is not None]
-        most = f"{max(known):g}" if known and len(known) == len(found) else "not reached"
-        words.append(f"{g}: {most}")
-    iterated = groups_of(arm) is not None and settings.get("within") == NEAR
-    return ", ".join(words) if iterated else "—"
 
 
 def cheapest(results: Results) -> Answer | None:

@@ -13,7 +13,7 @@ from wm_ds import trained
 from wm_ds.data.sequences import PackedSequences, evaluation_batches
 from wm_ds.evaluate import perplexity as evaluation
 from wm_ds.families import has_passes, mixes_layers
-from wm_ds.model import LAYERWISE, Converged, Schedule
+from wm_ds.model import EMBEDDING, LAYERWISE, Converged, Schedule
 from wm_ds.model.modeling import CACHE_FIELD
 from wm_ds.run.metrics_file import read_metrics
 from wm_ds.sweep.description import Measure
@@ -84,19 +84,20 @@ class Probe:
         ]
         return {"sequences": some, "as_trained": as_trained, "groups": groups, "perplexities": curve}
 
-    def layerwise(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Behind a layerwise start, by the number of passes, on the rows of `passes`; whatever start was
-        trained with. For each number of groups: the trained one, and 1 (Jacobi)."""
+    def starts(self, found: dict[str, Any]) -> dict[str, Any]:
+        """From either start, whatever was trained with, by the number of passes, on the rows of `passes`:
+        with the groups of training, twice as many, and one (Jacobi)."""
         if not mixes_layers(self.lm.config):
-            return {"sequences": self.settings.some, "groups": []}
-        curves = []
-        for groups in sorted({found["passes"]["groups"], 1}, reverse=True):
-            schedules = [
-                Schedule.cyclic(groups, n, start=LAYERWISE) for n in range(1, self.settings.start_passes + 1)
-            ]
-            perplexities = [self.run(each, self.settings.some)["perplexity"] for each in schedules]
-            curves.append({"groups": groups, "perplexities": perplexities})
-        return {"sequences": self.settings.some, "groups": curves}
+            return {"sequences": self.settings.some, "curves": []}
+        trained, curves = found["passes"]["groups"], []
+        for groups in sorted({trained, min(2 * trained, self.rows.seq_len), 1}):
+            for start in (EMBEDDING, LAYERWISE):
+                schedules = [
+                    Schedule.cyclic(groups, n, start=start) for n in range(1, self.settings.start_passes + 1)
+                ]
+                perplexities = [self.run(each, self.settings.some)["perplexity"] for each in schedules]
+                curves.append({"groups": groups, "start": start.kind, "perplexities": perplexities})
+        return {"sequences": self.settings.some, "curves": curves}
 
     def exact(self, found: dict[str, Any]) -> dict[str, Any]:
         """Exact autoregressive evaluation."""
