@@ -342,6 +342,21 @@ def test_wandb_is_never_fatal_and_costs_no_minutes(tmp_path, monkeypatch, capsys
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_hook_of_wandb_that_waits_for_ever_does_not_keep_the_process(code):
+    """Its exit code is the run's, what was printed is there, and hooks that do end are waited for."""
+    program = (
+        "import atexit, sys, threading\n"
+        "from wm_ds import metrics\n"
+        "metrics.WANDB_SECONDS, sys.modules['wandb'] = 0.3, metrics\n"
+        "atexit.register(threading.Event().wait)\n"
+        "atexit.register(print, 'a hook that ends', flush=True)\n"
+        f"metrics.end({code})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (code, "a hook that ends\n"), done.stderr
+
+
 class FullDisk:
     """A raw file whose disk takes `room` bytes, then none; room may be given later."""
 

@@ -5,10 +5,12 @@ Rank 0 writes, from numbers that the step has already brought together; nothing 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import sys
@@ -17,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.config.stages import Plan, PlannedStage
@@ -344,6 +346,25 @@ def _bounded(call: Callable[[], Any]) -> tuple[Any, str | None]:
     thread.start()
     thread.join(WANDB_SECONDS)
     return answer[0] if answer else (None, f"no answer within {WANDB_SECONDS} s")
+
+
+def end(code: int) -> NoReturn:
+    """End the process with exit code `code`, also where W&B's own hooks wait for an answer for ever.
+
+    Threads that are not daemons are waited for as always; the hooks that follow have WANDB_SECONDS.
+    """
+    if "wandb" in sys.modules:
+        leaving = threading.Event()
+
+        def last() -> None:
+            leaving.wait()
+            time.sleep(WANDB_SECONDS)
+            os._exit(code)
+
+        # Started here, because no thread begins any more once hooks run; ours, the newest, runs before W&B's.
+        threading.Thread(target=last, daemon=True).start()
+        atexit.register(leaving.set)
+    sys.exit(code)
 
 
 def check_sinks(config: Config) -> None:

@@ -70,7 +70,7 @@ from wm_ds.engine.init_weights import Shell
 from wm_ds.errors import INTERRUPTED, WmError, describe, run_cli
 from wm_ds.evaluate.samples import open_sampler
 from wm_ds.families import model_config
-from wm_ds.metrics import Metrics, check_sinks
+from wm_ds.metrics import Metrics, check_sinks, end
 from wm_ds.optim.param_rules import OptimizerError, format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.profile import Profiles
@@ -387,4 +387,4 @@ def note_end(run_dir: str, attempt: Attempt, result: str, how: dict[str, Any]) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())
