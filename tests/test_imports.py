@@ -110,7 +110,7 @@ MAY_IMPORT = {
     "export": {"checkpoint", "data", "engine", "families", "files", "model", "packing", "trained"},
     "evaluate": {
         *("config", "checkpoint", "data", "distributed", "engine", "families", "files", "model", "packing"),
-        "trained",
+        *("run", "trained"),
     },
     "sweep": {
         *("config", "data", "distributed", "evaluate", "families", "files"),

@@ -74,7 +74,9 @@ from wm_ds.metrics import Metrics, check_sinks, end
 from wm_ds.optim.param_rules import OptimizerError, format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.profile import Profiles
+from wm_ds.run import evaluations
 from wm_ds.run.claim import Attempt
+from wm_ds.run.evaluations import Evaluations
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
 from wm_ds.run.stragglers import Stragglers
 from wm_ds.run.watchdog import Watchdog
@@ -104,6 +106,7 @@ class Beside(NamedTuple):
     mirror: Mirror
     profiles: Profiles
     stragglers: Stragglers
+    evaluations: Evaluations
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,6 +150,7 @@ def plan(path: str, overrides: list[str], seq_len: int | None) -> int:
     from wm_ds.plan.dry_run import assumed_rows, dry_run, rows_of
 
     config, json = load(path, overrides)
+    evaluations.check_tasks(config)
     _, past, left_out = position(config)
     data = assumed_rows(config, seq_len, past) if seq_len else rows_of(*open_data(config, past, left_out))
     for note in check_branch(data.stages):
@@ -192,6 +196,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
     """
     if config.run.deterministic:
         process_group.make_deterministic()
+    on_main(world, lambda: evaluations.check_tasks(config))
     on_main(world, lambda: fetch(config))
     step, past, left_out = on_main(world, lambda: position(config))
     stages, batches, holdout = open_data(config, past, left_out)
@@ -241,6 +246,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         mirror,
         Profiles(config, engine.lm, world),
         Stragglers(agreement, engine.own_parts, config.log.every, watch.straggler, watch.straggler_intervals),
+        Evaluations(config, is_main=world.is_main, begun=engine.steps),
     )
     began, reason = engine.steps, stopping.before_the_first_step()
     stage = enter(stages.at(max(1, engine.steps)), None, engine, metrics)
@@ -257,6 +263,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 stream.close()
                 done, left_out = rollback.roll_back(config, engine, checkpoints, attempt, found, left_out)
                 metrics.rolled_back(done.at, done.to, done.batches, done.number)
+                beside.evaluations.rolled_back(done.to)
                 stage = enter(stages.at(max(1, engine.steps)), stage, engine, metrics)
                 batches = open_batches(stages, left_out)
                 stream = opened.enter_context(batches.iterate(engine.steps, *engine.data_rank))
@@ -274,6 +281,9 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 state = {"engine": engine.state_dict(), "holdout": probe(config, engine, holdout)}
                 state |= accepted.known
                 checkpoints.save(engine.steps, state, wait=last)
+                if beside.evaluations.saved(engine.steps, total) and reason is None:
+                    checkpoints.wait()
+                    evaluations.settle(beside.evaluations, agreement, watchdog.beat)
                 metrics.pause()
     how: dict[str, Any] = {"step": engine.steps, "began": began}
     if engine.steps < total:
@@ -282,6 +292,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
         mirror, agreement, watchdog.beat, STOPPED_S if "reason" in how else config.run.timeout_minutes * 60
     )
     finish(config, engine, total, how, attempt, metrics, world)
+    beside.evaluations.close(done=engine.steps >= total)
     watchdog.stop()
     engine.ds.destroy()
 
@@ -314,6 +325,8 @@ def take_step(
     told, asked = beside.stragglers.after(result.step, own, waited, beside.profiles.requested)
     if asked:
         beside.profiles.request(result.step)
+    if result.step % metrics.every == 0:
+        beside.evaluations.poll()
     details = observe(engine, micro_batches[0]) if in_detail else {}
     if batch != engine.steps:
         details["batch"] = batch

@@ -318,6 +318,20 @@ class Evaluate(Section):
     """Held-out sequences evaluated, the first ones of the split."""
     double_passes: bool = True
     """Evaluate WhiteMatter also with twice the trained passes: the gap is what the iteration still misses."""
+    tasks: list[str] = []
+    """Downstream tasks (names of lm-evaluation-harness) that saved checkpoints are scored on, in a process
+    beside the run, or a job of its own on SLURM: rows of RUN/evaluations.jsonl."""
+    tasks_every: Steps | None = Field(None, gt=0)
+    """Steps between these; a multiple of `checkpoint.every`. And at the end."""
+    tasks_data: str | None = None
+    """Folder of the tasks' data, as `python -m wm_ds.evaluate lm-eval --data` takes it; null: the Hub."""
+    tasks_limit: Count | None = Field(None, gt=0)
+    """Only the first so many documents of each task."""
+    tasks_inline: bool = False
+    """Training waits meanwhile, and the process may use the accelerator; otherwise it runs on the CPU, at
+    low priority."""
+    tasks_minutes: Minutes = Field(120.0, gt=0)
+    """Longest time of one evaluation, which is then ended; not of a job on SLURM, which has its own limit."""
 
 
 class Zero3(Section):

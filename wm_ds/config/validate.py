@@ -29,7 +29,7 @@ def contradictions(config: Config) -> list[str]:
         for first, last in config.data.skip
         if not 1 <= first <= last
     ]
-    found += _of_rollbacks(config) + _of_profiles(config)
+    found += _of_rollbacks(config) + _of_profiles(config) + _of_tasks(config)
     if not all(0 <= b < 1 for b in config.optim.betas):
         found.append(f"optim.betas = {list(config.optim.betas)} must lie in [0, 1)")
     return found
@@ -119,6 +119,20 @@ def _of_rollbacks(config: Config) -> list[str]:
             f"guard.max_skipped = {guard.max_skipped} spikes in a row"
         )
     return found
+
+
+def _of_tasks(config: Config) -> list[str]:
+    e, every = config.evaluate, config.checkpoint.every
+    if not e.tasks:
+        return []
+    if e.tasks_every is None:
+        return [f"evaluate.tasks = {e.tasks}: evaluate.tasks_every says at which steps; it is not set"]
+    if every is None or e.tasks_every % every:
+        return [
+            f"evaluate.tasks_every = {e.tasks_every} is no multiple of checkpoint.every = {every}: tasks are "
+            "scored on saved checkpoints"
+        ]
+    return []
 
 
 def _of_profiles(config: Config) -> list[str]:

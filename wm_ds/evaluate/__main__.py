@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def run(arguments: list[str] | None = None) -> int:
     two.add_argument("--groups", type=int, help="groups of a pass (default: the model's)")
     two.add_argument("--exact", action="store_true", help="exact autoregressive evaluation instead of passes")
     two.add_argument("--limit", type=int, help="only the first so many documents of each task")
+    three = commands.add_parser("on-the-way", help="what a run that trains wants evaluated (evaluate.tasks)")
+    three.add_argument("source", type=Path, nargs="?", metavar="RUN")
+    three.add_argument("--parent", type=int, help="end when this process has, unless the run is done")
+    three.add_argument("--cpu", action="store_true", help="leave the accelerators alone")
+    three.add_argument("--check", action="store_true", help="only whether --tasks and their --data are there")
+    three.add_argument("--tasks", nargs="+", default=[], help="with --check")
+    three.add_argument("--data", type=Path, metavar="DIR", help="with --check")
     for command in (one, two):
         command.add_argument("--step", type=int, help="of a run: the checkpoint of this step, not the latest")
         command.add_argument("--batch", type=int, default=8, help="sequences at a time (default 8)")
@@ -60,7 +68,9 @@ def run(arguments: list[str] | None = None) -> int:
         )
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = vars(parser.parse_args(arguments))
-    wanted, output = options.pop("command"), options.pop("json")
+    wanted, output = options.pop("command"), options.pop("json", None)
+    if wanted == "on-the-way":
+        return on_the_way(**options)
 
     # After parsing, so that --help need not wait for torch.
     from wm_ds.distributed import log as terminal
@@ -94,6 +104,25 @@ def run(arguments: list[str] | None = None) -> int:
     for name, message in failed.items():
         log.error("error: task %s failed: %s", name, message)
     return 1 if failed else 0
+
+
+def on_the_way(
+    source: Path | None, parent: int | None, cpu: bool, check: bool, tasks: list[str], data: Path | None
+) -> int:
+    """Evaluate what a run wants; with `check`, see whether it could be. The exit code."""
+    if cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    from wm_ds.distributed import log as terminal
+    from wm_ds.evaluate import beside, perplexity
+
+    terminal.start("stderr")
+    if check:
+        beside.check(tasks, data)
+        return 0
+    if source is None or not (source / "config.yaml").is_file():
+        raise perplexity.EvaluationError(f"{source or 'RUN'} is no run directory (no config.yaml)")
+    beside.work(source, perplexity.alone(), parent)
+    return 0
 
 
 if __name__ == "__main__":
