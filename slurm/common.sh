@@ -57,6 +57,35 @@ wm_run_one() {
   SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" srun --nodes=1 --ntasks=1 "${options[@]}" "$@"
 }
 
+# Submits the evaluation that the trainer of WM_RUN_DIR wants (evaluate.tasks), unless one is in the queue: the job takes
+# the newest checkpoint that is wanted when it starts. Says what it did; a refusal is said once, and training goes on.
+wm_tasks_refused=''
+wm_submit_tasks() {
+  local name options=() answer
+  [ -e "$WM_RUN_DIR/evaluations/wanted.json" ] || return 0
+  name=tasks-$(cksum <<<"$WM_RUN_DIR" | cut -c1-6)
+  answer=$(squeue --noheader --me --name="$name" --format=%i 2>/dev/null) || return 0 # no answer: next time
+  [ -z "$answer" ] || return 0
+  if [ "$WM_TASKS_GPUS" -gt 0 ]; then
+    options=(--gpus-per-node="$WM_TASKS_GPUS" --cpus-per-task="$WM_CPUS_PER_GPU")
+    [ -z "$WM_PARTITION" ] || options+=(--partition="$WM_PARTITION")
+    [ -z "$WM_CONSTRAINT" ] || options+=(--constraint="$WM_CONSTRAINT")
+  else
+    options=(--cpus-per-task="$WM_CPU_CPUS" --mem="$WM_CPU_MEMORY")
+    [ -z "$WM_CPU_PARTITION" ] || options+=(--partition="$WM_CPU_PARTITION")
+  fi
+  [ -z "$WM_ACCOUNT" ] || options+=(--account="$WM_ACCOUNT")
+  [ -z "$WM_QOS" ] || options+=(--qos="$WM_QOS")
+  if answer=$(sbatch --parsable --export=ALL --job-name="$name" --dependency=singleton --time="$WM_CPU_TIME" \
+    --output="${WM_RUN_DIR//%/%%}/logs/tasks-%j.log" "${options[@]}" slurm/evaluate.sbatch on-the-way "$WM_RUN_DIR" 2>&1); then
+    wm_tasks_refused=''
+    say "evaluate.tasks: job ${answer%%;*}"
+  elif [ "$wm_tasks_refused" != "$answer" ]; then
+    wm_tasks_refused=$answer
+    say "evaluate.tasks: SLURM takes no job for it ($answer); training goes on, asked again every $WM_TASKS_POLL s"
+  fi
+}
+
 # State and number of restarts of this job as SLURM sees them now: `RUNNING 2`. A controller that restarts is
 # given a minute; empty when it does not answer.
 wm_job_state() {

@@ -22,6 +22,10 @@
 : "${WM_CPU_MEMORY:=64G}"        # memory of a tokenizing or export job
 : "${WM_SLICES:=16}"             # tokenizing: array tasks that share the input
 
+# evaluate.tasks: the jobs that score saved checkpoints while a run trains
+: "${WM_TASKS_GPUS:=1}"          # their GPUs; 0: they go to WM_CPU_PARTITION
+: "${WM_TASKS_POLL:=30}"         # seconds between looks at what the trainer wants evaluated
+
 # --- The software on the nodes ------------------------------------------------------------------------------
 # Modules or anything else that has to be loaded in a job (not needed where a container brings it all).
 wm_site_setup() {

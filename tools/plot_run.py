@@ -2,10 +2,10 @@
 
     python tools/plot_run.py RUN [RUN ...] [--output curves.png] [--x tokens|step]
 
-Panels: loss (training, held out), learning rate, gradient norm, throughput, and for WhiteMatter the residual
-of each pass. Several runs are overlaid; a dotted line marks where a run was resumed, a
-dash-dotted one where a stage of it ends. Steps that ran twice,
-because a run was killed after its last checkpoint, are drawn once, as the later attempt had them.
+Panels: loss (training, held out), learning rate, gradient norm, throughput, for WhiteMatter the residual
+of each pass, and scores of downstream tasks where evaluations.jsonl has some. Several runs are overlaid; a
+dotted line marks where a run was resumed, a dash-dotted one where a stage of it ends. Steps that ran
+twice, because a run was killed after its last checkpoint, are drawn once, as the later attempt had them.
 
 Runs that began with a checkpoint of another one (run.branch_from) are drawn as a family: the ancestor's curve
 up to the last branch point, once, and every branch from its point on. An ancestor that is itself named is
@@ -24,6 +24,7 @@ from typing import Any
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
 from wm_ds.run.ancestry import chain, located
+from wm_ds.run.evaluations import read_evaluations
 from wm_ds.run.metrics_file import read_metrics
 
 Rows = list[dict[str, Any]]
@@ -93,7 +94,9 @@ def family(folders: list[Path]) -> dict[str, Rows]:
 
 def steps_of(folder: Path) -> Rows:
     """The rows of a run. Raises PlotError where it has no step."""
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl") + [
+        row for row in read_evaluations(folder) if isinstance(row.get("tasks"), dict)
+    ]
     if not any("loss" in row for row in rows):
         raise PlotError(f"{folder / 'metrics.jsonl'} is missing or has no step yet")
     return rows
@@ -142,6 +145,29 @@ def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+def scores(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
+    """One series for each downstream task's metric; standard errors are left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for task, metrics in (row.get("tasks") or {}).items():
+            for metric, value in metrics.items():
+                if "stderr" not in metric and row.get(x) is not None and math.isfinite(value):
+                    found.setdefault(f"{task} {metric}", []).append((row[x], value))
+    return found
+
+
+def kinds_of_scores(runs: dict[str, Rows], x: str) -> dict[str, list[str]]:
+    """The panels of downstream scores, with what is drawn in each: shares, and what is not below 1."""
+    highest: dict[str, float] = {}
+    for rows in runs.values():
+        for label, points in scores(rows, x).items():
+            highest[label] = max([highest.get(label, 0.0), *(value for _, value in points)])
+    shares = [label for label, value in highest.items() if value <= 1]
+    others = [label for label in highest if label not in shares]
+    found = {"downstream tasks": shares, "downstream tasks (perplexities and others)": others}
+    return {title: labels for title, labels in found.items() if labels}
+
+
 def mark(axis: Any, rows: Rows, x: str, color: str) -> None:
     """Draw lines where the run was resumed and where its stages end."""
     for places, style in ((resumed(rows, x), ":"), (borders(rows, x), "-.")):
@@ -159,7 +185,8 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
     panels = [("loss", "loss (nats per token)"), ("lr", "learning rate"), ("grad_norm", "gradient norm")]
     panels += [("tokens_per_s", "tokens per second")]
     with_residuals = any(residuals(rows, x) for rows in runs.values())
-    count = len(panels) + with_residuals
+    with_scores = kinds_of_scores(runs, x)
+    count = len(panels) + with_residuals + len(with_scores)
     columns = min(3, count)
     lines = -(-count // columns)
     # Constrained: each legend stands under its own panel, which gives way to it.
@@ -167,6 +194,7 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
         lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False, layout="constrained"
     )
     axes = list(grid.flat[:count])
+    iteration = axes[min(len(panels), count - 1)]
     for unused in grid.flat[count:]:
         unused.remove()
     for index, (name, rows) in enumerate(runs.items()):
@@ -189,10 +217,13 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
         if with_residuals:
             for shade, (label, points) in enumerate(residuals(rows, x).items()):
                 style = ["-", "--", "-.", ":"][shade % 4]
-                axes[-1].plot(*zip(*points), style, color=color, linewidth=1, label=f"{name}, {label}")
-            axes[-1].set_title("residual of each pass", fontsize=10)
-            axes[-1].set_yscale("log")
-    for axis in {axes[0], axes[-1]} if with_residuals else {axes[0]}:
+                iteration.plot(*zip(*points), style, color=color, linewidth=1, label=f"{name}, {label}")
+            iteration.set_title("residual of each pass", fontsize=10)
+            iteration.set_yscale("log")
+        for axis, (title, labels) in zip(axes[count - len(with_scores) :], with_scores.items()):
+            axis.set_title(title, fontsize=10)
+            draw_scores(axis, scores(rows, x), labels, name, color)
+    for axis in [axes[0], *axes[len(panels) :]]:
         axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     for axis in axes:
         axis.set_xlabel(x, fontsize=9)
@@ -202,6 +233,15 @@ def draw(runs: dict[str, Rows], x: str, output: Path) -> None:
     figure.savefig(picture, dpi=110, format="png")
     pyplot.close(figure)
     write_atomically(output, picture.getvalue())
+
+
+def draw_scores(
+    axis: Any, of_run: dict[str, list[tuple[float, float]]], labels: list[str], name: str, color: str
+) -> None:
+    """Draw those of a run's scores that belong into a panel."""
+    for shade, label in enumerate(label for label in labels if label in of_run):
+        style = ["o-", "s--", "^-.", "v:"][shade % 4]
+        axis.plot(*zip(*of_run[label]), style, color=color, markersize=4, label=f"{name}, {label}")
 
 
 def sketch(points: list[tuple[float, float]], title: str, width: int = 64, height: int = 10) -> str:

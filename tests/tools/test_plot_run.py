@@ -43,6 +43,39 @@ def test_series_and_marks(tmp_path):
     assert list(plot_run.residuals(rows, "step")) == ["pass 1", "pass 2", "pass 3"]
 
 
+def test_scores_of_downstream_tasks_are_drawn_at_their_steps(tmp_path, capsys):
+    folder = make_run(tmp_path / "run")
+    rows = [
+        {
+            "step": step,
+            "tasks": {"piqa": {"acc": acc, "acc_stderr": 0.1}, "wikitext": {"word_perplexity": 90.0}},
+        }
+        for step, acc in ((5, 0.5), (10, 0.6))
+    ]
+    rows += [
+        {"step": 15, "error": "no room"},
+        {"rollback": True, "to": 5},
+        {"step": 10, "tasks": rows[1]["tasks"]},
+    ]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    placed = plot_run.place(plot_run.steps_of(folder))
+    assert plot_run.scores(placed, "tokens") == {
+        "piqa acc": [(500, 0.5), (1000, 0.6)],
+        "wikitext word_perplexity": [(500, 90.0), (1000, 90.0)],
+    }
+    assert list(plot_run.kinds_of_scores({"run": placed}, "tokens").values()) == [
+        ["piqa acc"],
+        ["wikitext word_perplexity"],
+    ]
+    output = tmp_path / "with.png"
+    assert plot_run.main([str(folder), "--output", str(output)]) == 0
+    (folder / "evaluations.jsonl").unlink()
+    without = tmp_path / "without.png"
+    assert plot_run.main([str(folder), "--output", str(without)]) == 0
+    assert output.read_bytes() != without.read_bytes()
+    capsys.readouterr()
+
+
 def test_png_of_several_runs(tmp_path, capsys):
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two")]
     output = tmp_path / "curves.png"

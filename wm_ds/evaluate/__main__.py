@@ -113,7 +113,7 @@ def on_the_way(
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
     from wm_ds.distributed import log as terminal
-    from wm_ds.evaluate import beside, perplexity
+    from wm_ds.evaluate import beside, perplexity  # the harness takes seconds to import
 
     terminal.start("stderr")
     if check:

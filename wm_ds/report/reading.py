@@ -20,12 +20,13 @@ import yaml
 
 from wm_ds.errors import WmError, describe
 from wm_ds.run.claim import attempts, read_note
+from wm_ds.run.evaluations import read_evaluations
 from wm_ds.run.metrics_file import read_metrics
 from wm_ds.run.state import State, state_of
 
 Rows = list[dict[str, Any]]
 Point = tuple[float, float]
-EVALUATIONS, SAMPLES = "evaluations.jsonl", "samples.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 class ReportError(WmError):
@@ -82,7 +83,7 @@ def read_run(folder: Path, name: str) -> Run:
             rows=read_metrics(folder / "metrics.jsonl"),
             settings=flat(yaml.safe_load((folder / "config.yaml").read_bytes())),
             attempts=_attempts(folder),
-            evaluations=_latest(folder / EVALUATIONS),
+            evaluations=read_evaluations(folder),
             samples=_latest(folder / SAMPLES),
         )
     except OSError as error:

@@ -96,9 +96,19 @@ def check_tasks(config: Config) -> None:
         return
     command = [sys.executable, "-m", "wm_ds.evaluate", "on-the-way", "--check", "--tasks", *e.tasks]
     command += ["--data", e.tasks_data] if e.tasks_data is not None else []
-    done = subprocess.run(
-        command, env=_environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    patience = config.run.timeout_minutes * 60 / 2  # the other ranks wait for this one
+    try:
+        done = subprocess.run(
+            command,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=patience,
+        )
+    except subprocess.TimeoutExpired:
+        log.warning("evaluate.tasks: the harness did not answer within %.0f s; not checked", patience)
+        return
     if done.returncode:
         said = done.stderr.strip().splitlines()
         why = said[-1].removeprefix("error: ") if said else f"the check ended with {done.returncode}"
