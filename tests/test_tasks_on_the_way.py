@@ -10,7 +10,7 @@ from tests.support.checkpoint_launch import metric_rows, train_run
 from tests.support.settings import trainable
 from wm_ds.evaluate import tasks
 from wm_ds.evaluate.perplexity import alone
-from wm_ds.run.evaluations import read_evaluations
+from wm_ds.run.evaluations_file import read_evaluations
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

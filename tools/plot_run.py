@@ -24,7 +24,7 @@ from typing import Any
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
 from wm_ds.run.ancestry import chain, located
-from wm_ds.run.evaluations import read_evaluations
+from wm_ds.run.evaluations_file import read_evaluations
 from wm_ds.run.metrics_file import read_metrics
 
 Rows = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from wm_ds.evaluate import __main__ as evaluate
 from wm_ds.evaluate import beside, tasks
 from wm_ds.evaluate.harness import HarnessError
 from wm_ds.evaluate.perplexity import alone
-from wm_ds.run.evaluations import RUNNING, WANTED, read_evaluations
+from wm_ds.run.evaluations_file import RUNNING, WANTED, read_evaluations
 
 
 @pytest.fixture

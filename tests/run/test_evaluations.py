@@ -13,7 +13,8 @@ from tests.support.settings import repeatable
 from wm_ds.config.load import load
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.run import evaluations
-from wm_ds.run.evaluations import RUNNING, WANTED, Evaluations, append_row, read_evaluations
+from wm_ds.run.evaluations import Evaluations
+from wm_ds.run.evaluations_file import RUNNING, WANTED, append_row, read_evaluations
 
 # What the evaluating process does, in short: takes what is wanted, writes a row, until nothing is.
 WORKER = """

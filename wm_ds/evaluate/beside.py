@@ -20,9 +20,10 @@ from wm_ds.distributed.process_group import World
 from wm_ds.errors import WmError, one_line
 from wm_ds.evaluate import harness, tasks
 from wm_ds.files import write_json
-from wm_ds.run.evaluations import FOLDER, RUNNING, TRIES, WANTED, append_row, read_evaluations, read_request
+from wm_ds.run.evaluations_file import FOLDER, RUNNING, WANTED, append_row, read_evaluations, read_request
 
 log = logging.getLogger(__name__)
+TRIES = 2  # of one checkpoint, where the evaluating process was killed
 ENDED = 143  # as if by SIGTERM
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from wm_ds.errors import WmError, describe
 from wm_ds.run.claim import attempts, read_note
-from wm_ds.run.evaluations import read_evaluations
+from wm_ds.run.evaluations_file import read_evaluations
 from wm_ds.run.metrics_file import read_metrics
 from wm_ds.run.state import State, state_of
 

@@ -1,11 +1,5 @@
 """Downstream tasks on the way (`evaluate.tasks`): what is wanted, who works on it, what came of it.
 
-  RUN/evaluations.jsonl              a row an evaluation: step, tasks (task -> metric -> value), checkpoint,
-                                     seconds; or step and error
-  RUN/evaluations/wanted.json        the checkpoint that is to be evaluated next; a newer one takes its place
-  RUN/evaluations/running.json       the one that is being evaluated
-  RUN/evaluations/log.txt            what the evaluating process said
-
 The trainer's rank 0 only writes down what it wants, and has one process at a time work beside it
 (`python -m wm_ds.evaluate on-the-way RUN`), at low priority; in a job of slurm/pretrain.sbatch the batch
 script submits a job instead (WM_EVALUATIONS=job). Nothing of it ends or stops training.
@@ -14,7 +8,6 @@ script submits a job instead (WM_EVALUATIONS=job). Nothing of it ends or stops t
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import subprocess
@@ -22,17 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from wm_ds.config.schema import Config, ConfigError
 from wm_ds.distributed.host_group import Agreement
 from wm_ds.errors import describe
 from wm_ds.files import write_json
+from wm_ds.run.evaluations_file import FOLDER, RUNNING, WANTED, append_row, read_evaluations, read_request
 
 log = logging.getLogger(__name__)
-ROWS, FOLDER = "evaluations.jsonl", "evaluations"
-WANTED, RUNNING = f"{FOLDER}/wanted.json", f"{FOLDER}/running.json"
-TRIES = 2  # of one checkpoint, where the evaluating process was killed
 ROOT = str(Path(__file__).parents[2])
 # What a launcher says to the ranks; the evaluating process is none of them.
 OF_A_RANK = (
@@ -44,46 +34,6 @@ OF_A_RANK = (
     "MASTER_PORT",
     "WM_ATTEMPT",
 )
-
-
-def read_evaluations(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The rows that stand, by step; of two for one step, the later one. Half lines are left out.
-
-    A row {"rollback", "to"}, without a step, says that the run went back: rows of later steps before it are
-    void.
-    """
-    try:
-        lines = (Path(run_dir) / ROWS).read_bytes().splitlines()
-    except OSError:
-        return []
-    found: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line.decode())
-        except ValueError:
-            continue
-        if not isinstance(row, dict):
-            continue
-        if isinstance(row.get("to"), int):
-            found = {step: kept for step, kept in found.items() if step <= row["to"]}
-        elif type(row.get("step")) is int:
-            found[row["step"]] = row
-    return [found[step] for step in sorted(found)]
-
-
-def append_row(run_dir: str | Path, row: dict[str, Any]) -> None:
-    """Add a row, in one write. Raises OSError."""
-    with open(Path(run_dir) / ROWS, "ab", buffering=0) as file:
-        file.write(json.dumps(row).encode() + b"\n")
-
-
-def read_request(path: Path) -> dict[str, Any] | None:
-    """What wanted.json or running.json says; None where there is none, or it is damaged."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 def check_tasks(config: Config) -> None:
