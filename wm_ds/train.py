@@ -281,9 +281,7 @@ def train(config: Config, json: dict[str, Any], world: World, started: float, si
                 state = {"engine": engine.state_dict(), "holdout": probe(config, engine, holdout)}
                 state |= accepted.known
                 checkpoints.save(engine.steps, state, wait=last)
-                if beside.evaluations.saved(engine.steps, total) and reason is None:
-                    checkpoints.wait()
-                    evaluations.settle(beside.evaluations, agreement, watchdog.beat)
+                score(beside, engine.steps, total, reason, checkpoints, agreement, watchdog)
                 metrics.pause()
     how: dict[str, Any] = {"step": engine.steps, "began": began}
     if engine.steps < total:
@@ -331,6 +329,22 @@ def take_step(
     if batch != engine.steps:
         details["batch"] = batch
     metrics.step(result, total_tokens=engine.tokens, data_s=waited, extra=details | news | told)
+
+
+def score(
+    beside: Beside,
+    step: int,
+    total: int,
+    reason: str | None,
+    checkpoints: Checkpoints,
+    agreement: Agreement,
+    watchdog: Watchdog,
+) -> None:
+    """Have downstream tasks scored on the checkpoint of `step`, if they are due; wait for it if it says so
+    and there is no `reason` to stop."""
+    if beside.evaluations.saved(step, total) and reason is None:
+        checkpoints.wait()
+        evaluations.settle(beside.evaluations, agreement, watchdog.beat)
 
 
 def due(every: int | None, step: int, total: int) -> bool:
