@@ -109,6 +109,20 @@ def test_a_run_that_rolls_back_is_one_that_skipped_from_the_beginning(skipping, 
     assert (entry["at"], entry["to"], entry["batches"]) == (13, 9, [10, 13])
 
 
+@pytest.mark.slow
+def test_going_back_over_a_border_of_stages_goes_back_to_the_earlier_stage(config, tmp_path):
+    """From step 13 to step 9, over the border after step 11: steps 10 and 11 are the first stage's again."""
+    stages = "stages=[{until: 11}, {lr_factor: 0.5, freeze: ['*embed*']}]"
+    codes, said = launch(tmp_path, config, "rolled", stages, bad=[12, 13])
+    assert codes == [0], said
+    assert "back to the checkpoint of step 9" in said
+    codes, said = launch(tmp_path, config, "skipped", stages, "data.skip=[[10,13]]", bad=[12, 13])
+    assert codes == [0], said
+    assert_same_run(tmp_path / "rolled", tmp_path / "skipped")
+    taken = [row["stage"] for row in read_metrics(tmp_path / "rolled" / "metrics.jsonl") if "loss" in row]
+    assert taken == [0] * 11 + [1] * 4
+
+
 @pytest.mark.parametrize("kill", rollback_worker.KILLS)
 def test_a_kill_in_the_midst_of_it_changes_nothing(skipping, config, tmp_path, kill):
     codes, said = launch(tmp_path, config, "run", bad=[12, 13], kill=kill)
