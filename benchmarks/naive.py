@@ -27,7 +27,7 @@ def naive_hidden(lm: WhiteMatterForCausalLM, input_ids: Tensor, document_ids: Te
     starts_BT = torch.ones_like(document_ids, dtype=torch.bool)
     starts_BT[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(1).values
-    cos, sin = rotary_table(position_BT, config.head_dim, config.rope_theta, x_BTD.dtype)
+    cos, sin = rotary_table(position_BT, config.head_dim, config.rope_theta, x_BTD.dtype, config.scaled_rope)
 
     seen_BTT = (document_ids[:, :, None] == document_ids[:, None]) & (index_T < index_T[:, None])
     seen_BTT = seen_BTT & (document_ids >= 0)[:, :, None]

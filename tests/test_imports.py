@@ -117,6 +117,10 @@ MAY_IMPORT = {
         *("model", "plan", "run", "trained"),
     },
     "report": {"distributed", "run"},
+    "upcycle": {
+        *("checkpoint", "config", "data", "engine", "export", "families"),
+        *("files", "model", "optim", "packing", "trained"),
+    },
     "rollback": {"checkpoint", "config", "data", "engine", "run", "start"},
     "start": {"checkpoint", "config", "data", "distributed", "engine", "families", "optim", "run"},
     "train": {

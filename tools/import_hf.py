@@ -11,7 +11,6 @@ family, shapes and tied embeddings.
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,21 +25,12 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":  # before the imports that take seconds, so that --help need not wait for them
     parser().parse_args()
 
-import torch
-
 from wm_ds import trained
-from wm_ds.checkpoint import format as files
-from wm_ds.checkpoint import rng
-from wm_ds.checkpoint.directory import checkpoints_dir, list_checkpoints, publish, step_name
+from wm_ds.checkpoint.directory import list_checkpoints
 from wm_ds.config import load as configuration
-from wm_ds.engine.deepspeed_config import table_for
 from wm_ds.errors import WmError, run_cli
 from wm_ds.export.weights import read_weights
-from wm_ds.files import write_atomically
-from wm_ds.optim.muon import STATE as STATE_OF_RULE
-
-NOT_TRAINED = {"steps": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
-NO_LOSS_YET = {"loss_mean": 0.0, "loss_var": 0.0, "loss_count": 0, "updates": 0}
+from wm_ds.upcycle.first_step import begin, model_of
 
 
 class ImportFailed(WmError, RuntimeError):
@@ -69,10 +59,7 @@ def import_folder(folder: Path, config: configuration.Config) -> Path:
     run = Path(config.run.dir)
     if list_checkpoints(run):
         raise ImportFailed(f"{run} has checkpoints already; give another run.dir")
-    run.mkdir(parents=True, exist_ok=True)
-    write_atomically(run / "config.yaml", configuration.dump(config))
-    target = trained.Trained(run, run)
-    model = target.on_meta()
+    model = model_of(config)
     if kind != model.config.model_type:
         raise ImportFailed(f"{folder} holds a model of type {kind}, the run's is {model.config.model_type}")
     weights = dict(read_weights(folder))
@@ -82,38 +69,7 @@ def import_folder(folder: Path, config: configuration.Config) -> Path:
         if there != shapes.get(name):
             here = _shape(shapes.get(name))
             raise ImportFailed(f"{folder}: {name} is {_shape(there)} there and {here} in the run")
-    partial = checkpoints_dir(run) / f"{step_name(0)}.partial-import"
-    partial.mkdir(parents=True)
-    manifest = write(partial, weights, model, config)
-    return publish(run, partial, 0, manifest, fence=lambda: None)
-
-
-def write(
-    folder: Path, weights: dict[str, torch.Tensor], model: Any, config: configuration.Config
-) -> files.Manifest:
-    """All files of the checkpoint but the manifest, which is returned."""
-    rules = {row.name: row.rule for row in table_for(config, model)}
-    specs: list[tuple[str, torch.dtype, int]] = []
-    tensors: list[torch.Tensor] = []
-    entries: dict[str, files.Entry] = {}
-    for name, tensor in weights.items():
-        size, states = tensor.numel(), {}
-        for kind in (files.WEIGHT, *STATE_OF_RULE[rules[name]]):
-            specs.append((f"{name}:{kind}:0", torch.float32, size))
-            tensors.append(tensor.float().flatten() if kind == files.WEIGHT else torch.zeros(size))
-            states[kind] = files.State("float32", [("rank_00000.safetensors", 0, size)])
-        entries[name] = files.Entry(tuple(tensor.shape), "trainable", updates=0, states=states)
-    held = {
-        "rank_00000.safetensors": files.write_fragments(folder / "rank_00000.safetensors", specs, tensors),
-        "rank_00000.json": files.write_json(folder / "rank_00000.json", {"random": rng.capture()}),
-        files.CLIENT: files.write_json(folder / files.CLIENT, {"engine": NOT_TRAINED | NO_LOSS_YET}),
-    }
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
-    counters = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
-    facts = {"step": 0, "sequence": 1, "attempt": 0, "world_size": 1, "zero_stage": 0, "engine": counters}
-    manifest = files.Manifest(facts, entries, tied, held)
-    manifest.check_coverage()
-    return manifest
+    return begin(config, model, (weights[name] for name in shapes))
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -6,12 +6,20 @@ numbers from the same seed, and keeps what is its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.configuration_utils import PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -103,8 +111,13 @@ FAMILIES = (
         own_code=False,
     ),
 )
-MODEL_TYPES = {family.model_type: family for family in FAMILIES}
 NAMES = {family.name: family for family in FAMILIES}
+# What vanilla is where query and key heads have no norm: transformers' own again.
+WITHOUT_QK_NORM = (
+    replace(NAMES["vanilla"], config_class=LlamaConfig, model_class=LlamaForCausalLM),
+    replace(NAMES["vanilla"], config_class=Qwen2Config, model_class=Qwen2ForCausalLM),  # with biases
+)
+MODEL_TYPES = {family.model_type: family for family in (*FAMILIES, *WITHOUT_QK_NORM)}
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:
@@ -158,9 +171,16 @@ def _model_config(model: Model, vocab_size: int, seq_len: int, eos_id: int | Non
         max_position_embeddings=seq_len, bos_token_id=None, eos_token_id=eos_id, pad_token_id=eos_id
     )
     if model.family == "vanilla":
-        theta = fields.pop("rope_theta")
-        rope = {"rope_type": "default", "rope_theta": theta}
-        return Qwen3Config(**fields, rope_parameters=rope, attention_bias=False, use_cache=False)
+        theta, scaling = fields.pop("rope_theta"), fields.pop("scaled_rope", {"rope_type": "default"})
+        fields |= {"rope_parameters": scaling | {"rope_theta": theta}, "use_cache": False}
+        qk_norm, bias = fields.pop("qk_norm"), fields.pop("qkv_bias")
+        if qk_norm and bias:
+            raise ValueError(
+                "qkv_bias: true with qk_norm: true is no family of transformers: set one of them to false"
+            )
+        if bias:
+            return Qwen2Config(**fields, use_sliding_window=False)
+        return (Qwen3Config if qk_norm else LlamaConfig)(**fields, attention_bias=False)
     # Ids beyond the data's are padding of the vocabulary: no token, and never generated.
     fields["tokenizer_size"] = min(vocab_size, fields["vocab_size"])
     if model.family == "whitematter":

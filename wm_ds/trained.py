@@ -35,6 +35,9 @@ from wm_ds.run.directory import history
 from wm_ds.run.metrics_file import read_metrics
 from wm_ds.run.trained_with import over
 
+# In the directory of a run whose step 0 came from a dense model: which, and how (upcycle/).
+UPCYCLED = "upcycled.json"
+
 
 class TrainedError(WmError, RuntimeError):
     """No trained model is at the path, or something that belongs to it is missing; the text says what."""
@@ -146,20 +149,28 @@ class Trained:
         holdouts = [row["holdout_loss"] for row in rows if "holdout_loss" in row]
         tokens = [row["tokens"] for row in rows if "tokens" in row]
         averaged = manifest.run.get("averaged")
-        return ({} if averaged is None else {"averaged": averaged}) | {
-            "run": self.run_dir.name if self.run_dir is not None else None,
-            "step": manifest.run["step"],
-            "zero_stage": manifest.run.get("zero_stage"),
-            "world_size": manifest.run.get("world_size"),
-            "tokens": tokens[-1] if tokens else self._tokens_so_far(manifest),
-            "train_loss": losses[-1] if losses else None,
-            "holdout_loss": holdouts[-1] if holdouts else None,
-            "data": {key: self.data.get(key) for key in ("align", "tokens", "documents", "holdout")}
-            | {"seq_len": self.stages[-1].seq_len},
-            # Of the stage that the checkpoint was saved in.
-            "config": self.stages[-1].config.model_dump(mode="json"),
-            "stages": [_facts_of(stage, manifest.run["step"]) for stage in self.stages if self.run.stages],
-        }
+        began = None if self.run_dir is None else self.run_dir / UPCYCLED
+        upcycled = {"upcycled": json.loads(began.read_text())} if began and began.is_file() else {}
+        return (
+            ({} if averaged is None else {"averaged": averaged})
+            | upcycled
+            | {
+                "run": self.run_dir.name if self.run_dir is not None else None,
+                "step": manifest.run["step"],
+                "zero_stage": manifest.run.get("zero_stage"),
+                "world_size": manifest.run.get("world_size"),
+                "tokens": tokens[-1] if tokens else self._tokens_so_far(manifest),
+                "train_loss": losses[-1] if losses else None,
+                "holdout_loss": holdouts[-1] if holdouts else None,
+                "data": {key: self.data.get(key) for key in ("align", "tokens", "documents", "holdout")}
+                | {"seq_len": self.stages[-1].seq_len},
+                # Of the stage that the checkpoint was saved in.
+                "config": self.stages[-1].config.model_dump(mode="json"),
+                "stages": [
+                    _facts_of(stage, manifest.run["step"]) for stage in self.stages if self.run.stages
+                ],
+            }
+        )
 
     def _tokens_so_far(self, manifest: Manifest) -> int | None:
         """Of a checkpoint that lies in a directory without metrics: an average, say."""

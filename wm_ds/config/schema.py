@@ -81,6 +81,21 @@ class Run(Section):
         return run, int(step)
 
 
+class RopeScaling(Section):
+    """Scaled rotary frequencies, under the names of transformers' config.json."""
+
+    rope_type: Literal["linear", "llama3"]
+    """linear takes factor alone, llama3 all four numbers."""
+    factor: float = Field(gt=0)
+    """The slow frequencies (linear: all of them) are divided by it."""
+    low_freq_factor: float | None = Field(None, gt=0)
+    """llama3: frequencies that turn less often than this in the original length are slow."""
+    high_freq_factor: float | None = Field(None, gt=0)
+    """llama3: those that turn more often are left as they are."""
+    original_max_position_embeddings: Tokens | None = Field(None, gt=0)
+    """llama3: the original length."""
+
+
 class Model(Section):
     """The model: family, sizes, pool, and the passes of a training step."""
 
@@ -107,6 +122,15 @@ class Model(Section):
     """Base of the rotary embedding's wavelengths."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding's matrix."""
+    qk_norm: bool = True
+    """A norm on every query and key head, as in Qwen3. False: blocks as Llama's; family vanilla is then
+    transformers' Llama."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections, as in Qwen2. Family vanilla with them and without
+    qk_norm is transformers' Qwen2."""
+    scaled_rope: RopeScaling | None = None
+    """Rotary frequencies that are not rope_theta's alone, as a pretrained model may have them, under
+    transformers' names. rope_type linear divides them by factor; llama3 takes all four numbers."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of the fresh weights."""
     num_kv_channels: Count | None = Field(None, gt=0)
@@ -161,7 +185,10 @@ class Model(Section):
 
     def fields(self) -> dict[str, Any]:
         """The fields that go to the model's own configuration class; unset ones keep its defaults."""
-        return {k: v for k, v in self.model_dump().items() if k != "family" and v is not None}
+        found = {k: v for k, v in self.model_dump().items() if k != "family" and v is not None}
+        if self.scaled_rope is not None:
+            found["scaled_rope"] = self.scaled_rope.model_dump(exclude_none=True)
+        return found
 
 
 class Source(Section):

@@ -6,6 +6,9 @@ Shapes: B rows, n positions of a step, D width, I feed-forward width, H query he
 m slots of the pool's buffer that the queries may reach.
 """
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,8 +37,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+def head_norm(config: WhiteMatterConfig) -> nn.Module:
+    """The norm of a layer's query or key heads, if the model has any."""
+    return RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+
 def rotary_table(
-    position_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    position_BT: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, d] of the rotary angles, in at least float32 whatever the model's dtype.
 
@@ -44,9 +56,27 @@ def rotary_table(
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=position_BT.device) / head_dim
-    angle = position_BT[..., None].to(dtype) * (1.0 / theta**exponent)
+    angle = position_BT[..., None].to(dtype) * _scaled(1.0 / theta**exponent, scaling)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
+
+
+def _scaled(frequency: Tensor, scaling: dict[str, Any] | None) -> Tensor:
+    """Angles per position [d/2] with a configuration's `scaled_rope`.
+
+    "llama3" divides the slow ones, which turn less than `low_freq_factor` times in the original length,
+    leaves those that turn more than `high_freq_factor` times, and goes from one to the other linearly in the
+    turns.
+    """
+    if scaling is None:
+        return frequency
+    slow = frequency / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return slow
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(slow, frequency, kept)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -76,12 +106,12 @@ class PoolAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         width = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = head_norm(config)
 
     def query(self, x_BnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normed, rotated queries [B, H, n, d]."""
+        """Normed (with qk_norm), rotated queries [B, H, n, d]."""
         q_BnHd = self.q_norm(self.q_proj(x_BnD).unflatten(-1, (-1, self.head_dim)))
         return rotate(q_BnHd, cos[:, :, None], sin[:, :, None]).transpose(1, 2)
 
@@ -127,9 +157,9 @@ class OwnKVAttention(PoolAttention):
     def __init__(self, config: WhiteMatterConfig) -> None:
         super().__init__(config)
         width = config.num_key_value_heads * config.head_dim
-        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_norm = head_norm(config)
 
     def entries(self, x_BnD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated, normed keys and raw values, each [B, G, n, d]."""

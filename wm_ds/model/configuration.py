@@ -12,6 +12,10 @@ from .schedule import Converged, Schedule, Start
 ROUTER_INITS = ("auto", "top", "cyclic", "shifted")
 ROUTINGS = ("dynamic", "static", "softmax", "fixed")
 ATTENTIONS = ("auto", "sdpa", "flex")
+ROPE_SCALINGS = {  # and the numbers that each takes
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 class WhiteMatterConfig(PreTrainedConfig):
@@ -20,6 +24,11 @@ class WhiteMatterConfig(PreTrainedConfig):
     The block fields (`hidden_size` … `tie_word_embeddings`) mean what they mean in transformers' Qwen3.
 
     Args:
+        qk_norm: a norm on every query and key head, as Qwen3 has; False for blocks as Llama's.
+        qkv_bias: biases on the query, key and value projections, as Qwen2 has.
+        scaled_rope: rotary frequencies that are not theta's alone, as transformers writes them: `rope_type`
+            "linear" with `factor`, or "llama3" with `factor`, `low_freq_factor`, `high_freq_factor` and
+            `original_max_position_embeddings`.
         num_kv_channels: k, the number of KV channels that all layers share; 1 <= k <= num_hidden_layers.
             Layer l reads channel l mod k (paper §3.1, step 3). The cache is k/L of the vanilla one.
         router_stride: p; the router reads the states of layers L-1, L-1-p, L-1-2p, … (§3.1, step 1).
@@ -82,6 +91,9 @@ class WhiteMatterConfig(PreTrainedConfig):
         rope_theta: float = 10_000.0,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = False,
+        qk_norm: bool = True,
+        qkv_bias: bool = False,
+        scaled_rope: dict[str, Any] | None = None,
         num_kv_channels: int = 16,
         router_stride: int = 2,
         router_init: str = "auto",
@@ -120,6 +132,9 @@ class WhiteMatterConfig(PreTrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         self.initializer_range = initializer_range
+        self.qk_norm = qk_norm
+        self.qkv_bias = qkv_bias
+        self.scaled_rope = scaled_rope
         self.num_kv_channels = num_kv_channels
         self.router_stride = router_stride
         self.router_init = router_init
@@ -153,6 +168,8 @@ class WhiteMatterConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         self._check_sizes()
+        if self.scaled_rope is not None:
+            _check_scaled_rope(self.scaled_rope)
         self._check_choices()
         # Schedules check their own fields; a contradiction is refused here, not at the first step.
         self.training_schedule()
@@ -466,6 +483,29 @@ class FusedKVConfig(SharedKVConfig):
         return [(layer,) if layer < n else (0, n - 1) for layer in range(self.num_hidden_layers)]
 
 
+def _check_scaled_rope(scaling: dict[str, Any]) -> None:
+    """Raises ValueError for a kind that is not known, or one with other numbers than it takes."""
+    kind = scaling.get("rope_type")
+    if kind not in ROPE_SCALINGS:
+        raise ValueError(
+            f"scaled_rope has rope_type {kind!r}; choose one of {', '.join(ROPE_SCALINGS)}, or leave it out"
+        )
+    needed, given = set(ROPE_SCALINGS[kind]), set(scaling) - {"rope_type"}
+    if needed != given:
+        raise ValueError(
+            f"scaled_rope of rope_type {kind!r} has {', '.join(sorted(given)) or 'nothing'}; it takes "
+            f"{', '.join(ROPE_SCALINGS[kind])}"
+        )
+    bad = [name for name in ROPE_SCALINGS[kind] if not scaling[name] > 0]
+    if bad:
+        raise ValueError(f"scaled_rope.{bad[0]} is {scaling[bad[0]]}; it must be greater than 0")
+    if kind == "llama3" and not scaling["high_freq_factor"] > scaling["low_freq_factor"]:
+        raise ValueError(
+            f"scaled_rope.high_freq_factor is {scaling['high_freq_factor']}; it must be greater than "
+            f"low_freq_factor ({scaling['low_freq_factor']})"
+        )
+
+
 def _lower_layers(own_kv_layers: int | None, layers: int, least: int, most: int) -> int:
     """own_kv_layers, or its default. Raises ValueError."""
     if own_kv_layers is None:
@@ -494,6 +534,9 @@ _BLOCK_FIELDS = [
     "rope_theta",
     "initializer_range",
     "tie_word_embeddings",
+    "qk_norm",
+    "qkv_bias",
+    "scaled_rope",
     "tokenizer_size",
     "use_cache",
     "bos_token_id",

@@ -62,6 +62,8 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
+        for bias in (getattr(module, name, None) for name in ("bias", "proj_bias")):
+            _zero(bias)
         if isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, RMSNorm):
@@ -81,6 +83,11 @@ class WhiteMatterPreTrainedModel(PreTrainedModel):
         elif isinstance(module, WhiteMatterModel) and module.dummy_key is not None:
             init.normal_(module.dummy_key, mean=0.0, std=std)
             init.normal_(module.dummy_value, mean=0.0, std=std)
+
+
+def _zero(bias: Tensor | None) -> None:
+    if bias is not None:
+        init.zeros_(bias)
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,10 @@ class WhiteMatterModel(WhiteMatterPreTrainedModel):
             self._check_shard(schedule, layout, cached > 0 or keep_cache)
         x_BWD = layout.to_workspace(x_BTD)
         position_BW = self.shard.share(layout.position_BW, 1)
-        cos, sin = rotary_table(position_BW, self.config.head_dim, self.config.rope_theta, x_BWD.dtype)
+        config = self.config
+        cos, sin = rotary_table(
+            position_BW, config.head_dim, config.rope_theta, x_BWD.dtype, config.scaled_rope
+        )
         visibility = replace(layout.visibility, width=layout.width, kernel=self.config.attention)
         workspace = Workspace(x_BWD, cos, sin, visibility)
         if keep_cache and cached and self._decodes(layout, cache, compute_dtype(x_BWD)):

@@ -18,7 +18,7 @@ class PoolBranch(nn.Module):
     """States to channels for one of keys and values.
 
     Parameters: source_norm [L, D], router_weight [k*L, S*D], router_bias [k*L], channel_norm [k, D],
-    proj [k, G*d, D], and for keys head_norm [k, d].
+    proj [k, G*d, D], with qkv_bias proj_bias [k, G*d], and for keys with qk_norm head_norm [k, d].
     """
 
     def __init__(self, config: WhiteMatterConfig, normalise_heads: bool) -> None:
@@ -40,6 +40,9 @@ class PoolBranch(nn.Module):
             self.router_bias = nn.Parameter(torch.zeros(channels * layers))
         self.channel_norm = nn.Parameter(torch.ones(channels, width))
         self.proj = nn.Parameter(torch.zeros(channels, config.num_key_value_heads * config.head_dim, width))
+        self.proj_bias = None
+        if config.qkv_bias:
+            self.proj_bias = nn.Parameter(torch.zeros(channels, self.proj.shape[1]))
         self.head_norm = nn.Parameter(torch.ones(channels, config.head_dim)) if normalise_heads else None
 
     def mixing_weights(self, hat_NLD: Tensor) -> Tensor:
@@ -106,7 +109,10 @@ class PoolBranch(nn.Module):
         """Mixed states of some channels to their keys or values [k, N, G, d] (§3.1, step 2)."""
         normed_kND = rms_norm(mix_NkD, self.channel_norm[channels], self.eps).transpose(0, 1)
         proj_kDE = self.proj[channels].transpose(1, 2).to(normed_kND.dtype)
-        out_kNGd = torch.bmm(normed_kND, proj_kDE).unflatten(-1, (-1, self.head_dim))
+        out_kNE = torch.bmm(normed_kND, proj_kDE)
+        if self.proj_bias is not None:
+            out_kNE = out_kNE + self.proj_bias[channels, None].to(out_kNE.dtype)
+        out_kNGd = out_kNE.unflatten(-1, (-1, self.head_dim))
         if self.head_norm is None:
             return out_kNGd
         return rms_norm(out_kNGd, self.head_norm[channels, None, None], self.eps)
@@ -119,7 +125,7 @@ class Pool(nn.Module):
         super().__init__()
         self.eps = config.rms_norm_eps
         self.layers = config.num_hidden_layers
-        self.key = PoolBranch(config, normalise_heads=True)
+        self.key = PoolBranch(config, normalise_heads=config.qk_norm)
         self.value = PoolBranch(config, normalise_heads=False)
 
     def forward(self, states: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

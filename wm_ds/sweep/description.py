@@ -17,7 +17,7 @@ with the base (runs.py).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -41,6 +41,11 @@ class Arm(Section):
     """Its own seeds; default: the sweep's."""
     equal_flops_to: str | None = None
     """Another arm: this one trains for as many steps as have that arm's training FLOPs."""
+    upcycle_from: str | None = None
+    """Another arm, of family vanilla: this one's step 0 has that arm's final weights of the same seed, by
+    tools/upcycle.py."""
+    upcycle_pool: Literal["nearest", "top", "mean"] | None = None
+    """With upcycle_from: its --pool."""
 
 
 class Measure(Section):
@@ -121,6 +126,7 @@ def _check_arm(where: str, name: str, arm: Arm, sweep: Sweep) -> None:
         raise SweepError(f"{where} names a seed twice: {seeds}")
     if "run.seed" in arm.set or "run.dir" in arm.set:
         raise SweepError(f"{where} sets run.seed or run.dir, which the sweep sets itself; use seeds")
+    _check_origin(where, name, arm, sweep)
     other = arm.equal_flops_to
     if other is None:
         return
@@ -130,6 +136,24 @@ def _check_arm(where: str, name: str, arm: Arm, sweep: Sweep) -> None:
         raise SweepError(f"{where}: equal_flops_to names {other!r}, whose own length depends on an arm")
     if {"steps", "tokens"} & arm.set.keys():
         raise SweepError(f"{where} has equal_flops_to and a length of its own; leave one of them out")
+
+
+def _check_origin(where: str, name: str, arm: Arm, sweep: Sweep) -> None:
+    other = arm.upcycle_from
+    if other is None:
+        if arm.upcycle_pool is not None:
+            raise SweepError(
+                f"{where} has upcycle_pool without upcycle_from, which names the arm to start from"
+            )
+        return
+    if other not in sweep.arms or other == name:
+        raise SweepError(f"{where}: upcycle_from names {other!r}, which is no other arm of the sweep")
+    if sweep.arms[other].upcycle_from is not None or sweep.arms[other].equal_flops_to == name:
+        raise SweepError(f"{where}: upcycle_from names {other!r}, which itself depends on an arm")
+    seeds, theirs = (sweep.seeds if one.seeds is None else one.seeds for one in (arm, sweep.arms[other]))
+    missing = [seed for seed in seeds if seed not in theirs]
+    if missing:
+        raise SweepError(f"{where}: upcycle_from names {other!r}, which has no seed {missing[0]}")
 
 
 def _quick(sweep: Sweep, path: str | Path) -> Sweep:
@@ -145,6 +169,8 @@ def _quick(sweep: Sweep, path: str | Path) -> Sweep:
         arm = sweep.arms[name]
         if arm.equal_flops_to not in (None, *part.arms):
             raise SweepError(f"{path}: quick has {name}, but not {arm.equal_flops_to}, whose FLOPs it gets")
+        if arm.upcycle_from not in (None, *part.arms):
+            raise SweepError(f"{path}: quick has {name}, but not {arm.upcycle_from}, which it starts from")
         more = {k: v for k, v in part.set.items() if not (arm.equal_flops_to and k in ("steps", "tokens"))}
         arms[name] = arm.model_copy(update={"set": arm.set | more, "seeds": part.seeds})
     results = Path(sweep.runs) / f"{Path(sweep.results).stem}.quick.json"

@@ -27,7 +27,7 @@ from wm_ds.config.stages import plan
 from wm_ds.data import shards
 from wm_ds.families import model_config
 from wm_ds.plan.flops import training
-from wm_ds.sweep.description import Sweep, SweepError
+from wm_ds.sweep.description import Arm, Sweep, SweepError
 
 # Where a run lies and how often something is written or looked at does not make it another run.
 _QUIET = ("log", "checkpoint", "evaluate")
@@ -44,6 +44,8 @@ class Run:
         digest: of all that makes it the arm that it is, without the seed.
         steps, tokens: its length; `tokens` counts positions, filler included.
         flops: of the whole training, forward and backward, head included.
+        origin: the run whose weights its step 0 has; None for fresh weights.
+        pool: how layers share what was theirs alone there (tools/upcycle.py --pool).
     """
 
     arm: str
@@ -53,6 +55,8 @@ class Run:
     steps: int
     tokens: int
     flops: float
+    origin: Run | None = None
+    pool: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -62,6 +66,11 @@ class Run:
     def beside(self, suffix: str) -> Path:
         """A file beside the run directory."""
         return self.folder.with_name(self.folder.name + suffix)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has the weights that it starts from, where they are not fresh ones."""
+        return self.origin is None or any((self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     @property
     def trained(self) -> bool:
@@ -84,8 +93,8 @@ def runs_of(sweep: Sweep, path: str | Path) -> list[Run]:
     configuration.parse_new(deepcopy(raw), source=sweep.base)
     lengths: dict[str, tuple[int, float]] = {}
     arms: dict[str, tuple[Config, str, int, int, float]] = {}
-    # Arms whose length follows another's come after it.
-    for name in sorted(sweep.arms, key=lambda name: sweep.arms[name].equal_flops_to is not None):
+    # Arms that follow from another one come after it.
+    for name in sorted(sweep.arms, key=lambda name: _depends(sweep.arms[name])):
         arm = sweep.arms[name]
         where = f"{path}: arm {name}"
         changed = _changed(raw, arm.set, where)
@@ -105,10 +114,14 @@ def runs_of(sweep: Sweep, path: str | Path) -> list[Run]:
             for stage in found.stages
         )
         lengths[name] = found.total, flops
-        arms[name] = config, _digest(config), found.total, found.tokens, flops
+        digest = _digest(config)
+        if arm.upcycle_from is not None:
+            said = [digest, arms[arm.upcycle_from][1], arm.upcycle_pool]
+            digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        arms[name] = config, digest, found.total, found.tokens, flops
     _refuse_twins({name: found[1] for name, found in arms.items()}, path)
     return [
-        _run(sweep, name, seed, arms[name])
+        _run(sweep, name, seed, arms)
         for seed in sorted({seed for name in arms for seed in seeds_of(sweep, name)})
         for name in sweep.arms
         if seed in seeds_of(sweep, name)
@@ -121,12 +134,20 @@ def seeds_of(sweep: Sweep, arm: str) -> list[int]:
     return sweep.seeds if own is None else own
 
 
-def _run(sweep: Sweep, arm: str, seed: int, found: tuple[Config, str, int, int, float]) -> Run:
-    config, digest, steps, tokens, flops = found
+def _depends(arm: Arm) -> int:
+    """An arm of another one's length may start from a third, and the other way round."""
+    return (arm.upcycle_from is not None) + 2 * (arm.equal_flops_to is not None)
+
+
+def _run(sweep: Sweep, arm: str, seed: int, arms: dict[str, tuple[Config, str, int, int, float]]) -> Run:
+    config, digest, steps, tokens, flops = arms[arm]
     own = config.run.model_copy(
         update={"seed": seed, "dir": str(Path(sweep.runs) / f"{digest[:12]}-s{seed}")}
     )
-    return Run(arm, seed, config.model_copy(update={"run": own}), digest, steps, tokens, flops)
+    said = sweep.arms[arm]
+    origin = None if said.upcycle_from is None else _run(sweep, said.upcycle_from, seed, arms)
+    whole = config.model_copy(update={"run": own})
+    return Run(arm, seed, whole, digest, steps, tokens, flops, origin, said.upcycle_pool)
 
 
 def _changed(raw: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from wm_ds.files import write_atomically
 from wm_ds.sweep.description import SweepError
 from wm_ds.sweep.runs import Code
 from wm_ds.sweep.task import Task
-from wm_ds.sweep.work import write_files
+from wm_ds.sweep.work import upcycle_command, write_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,16 @@ def submit(name: str, tasks: list[Task], code: Code) -> int:
         return 0
     for task in left:
         write_files(task.run, code)
+        if task.ready and task.next() == "upcycle" and subprocess.run(upcycle_command(task.run)).returncode:
+            raise SweepError(f"{task.run.folder}: its step 0 could not be made; the reason is above")
+    later = [task for task in left if not task.ready]
+    left = [task for task in left if task.ready]
+    if later:
+        print(
+            f"{len(later)} runs start from others that are not trained: the same command again, once they are"
+        )
+    if not left:
+        return 0
     path = left[0].run.folder.resolve().parent / f"{name}.list"
     write_atomically(path, "".join("\t".join(columns(task)) + "\n" for task in left))
     submitted = subprocess.run(["bash", "slurm/submit.sh", "--list", str(path)], cwd=ROOT)

@@ -16,11 +16,17 @@ class Task:
     run: Run
     measure: Measure
     state: str = "waiting"
-    """waiting, training, measuring, done, stopped, failed."""
+    """waiting, upcycling, training, measuring, done, stopped, failed."""
     problem: str | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether the run that it starts from, if any, is trained."""
+        origin = self.run.origin
+        return origin is None or origin.trained or self.run.begun
+
     def next(self) -> str | None:
-        """What comes next: "train", "measure", or nothing."""
+        """What comes next: "upcycle", "train", "measure", or nothing."""
         if not self.run.trained:
-            return "train"
+            return "train" if self.run.begun else "upcycle"
         return None if is_measured(self.run, self.measure) else "measure"

@@ -33,6 +33,7 @@ from wm_ds.sweep.task import Task
 
 POLL_S = 0.5
 TRAINER = "wm_ds.train"
+_UPCYCLE = Path(__file__).resolve().parents[2] / "tools" / "upcycle.py"
 # Of a launch that this process may be part of; a run is a launch of its own.
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WM_ATTEMPT")
 
@@ -68,10 +69,14 @@ def work(
     with _told_to_stop(), table:
         try:
             while waiting or working:
-                while waiting and len(working) < jobs:
+                while len(working) < jobs and (task := next((t for t in waiting if t.ready), None)):
                     slot = min(set(range(jobs)) - {w.slot for w in working})
-                    working.append(_start(waiting.pop(0), code, slot, threads))
+                    waiting.remove(task)
+                    working.append(_start(task, code, slot, threads))
                     table.say(working[-1].task)
+                if not working:
+                    _give_up(waiting, table)
+                    break
                 for one in [w for w in working if _ended(w)]:
                     working.remove(one)
                     if one.task.state == "waiting":  # trained; to be measured at once
@@ -122,7 +127,10 @@ def _start(task: Task, code: Code, slot: int, threads: int) -> Working:
     environment |= {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if torch.cuda.is_available():  # one GPU for each process at work
         environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
-    if what == "train":
+    if what == "upcycle":
+        write_files(run, code)
+        command = upcycle_command(run)
+    elif what == "train":
         write_files(run, code)
         command = [sys.executable, "-u", "-m", TRAINER, str(run.beside(".yaml"))]
     else:
@@ -137,8 +145,23 @@ def _start(task: Task, code: Code, slot: int, threads: int) -> Working:
             start_new_session=True,  # a Ctrl-C is for us: we ask them once to save and stop
             preexec_fn=_end_with_parent,
         )
-    task.state = {"train": "training", "measure": "measuring"}[what]
+    task.state = {"upcycle": "upcycling", "train": "training", "measure": "measuring"}[what]
     return Working(task, what, process, slot, time.monotonic())
+
+
+def _give_up(tasks: list[Task], table: Table) -> None:
+    """Tasks whose beginning has failed."""
+    for task in tasks:
+        assert task.run.origin is not None
+        task.state, task.problem = "failed", f"{task.run.origin.folder}, which it starts from, is not trained"
+        table.say(task)
+
+
+def upcycle_command(run: Run) -> list[str]:
+    """What gives a run its step 0."""
+    assert run.origin is not None
+    command = [sys.executable, str(_UPCYCLE), str(run.origin.folder), str(run.beside(".yaml"))]
+    return command if run.pool is None else [*command, "--pool", run.pool]
 
 
 def write_files(run: Run, code: Code) -> None:

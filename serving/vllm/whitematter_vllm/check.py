@@ -39,6 +39,12 @@ class Check(VerifyAndUpdateConfig):
 
 def model_problems(config: WhiteMatterConfig) -> Iterator[str]:
     """Fields of the model that have no counterpart here."""
+    if not config.qk_norm:
+        yield "qk_norm: false"
+    if config.qkv_bias:
+        yield "qkv_bias: true"
+    if config.scaled_rope is not None:
+        yield "scaled_rope"
     if config.model_type == "whitematter":
         if not config.feedback:
             yield "feedback: false (the ablation without feedback)"

@@ -45,6 +45,9 @@ class WhiteMatterConfig(PreTrainedConfig):
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    scaled_rope: dict[str, Any] | None = None
     num_kv_channels: int = 16
     router_stride: int = 2
     router_init: str = "auto"
