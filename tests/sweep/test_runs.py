@@ -288,9 +288,9 @@ def composed(path: Path, quick: bool = False):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_sweeps_are_runs_and_have_quick_parts(path):
     sweep, arms = composed(path)
-    assert len(
-        {config.model_dump_json() for name, config in arms.items() if not sweep.arms[name].equal_flops_to}
-    ) == len([name for name in arms if not sweep.arms[name].equal_flops_to])
+    own_length = [name for name in arms if not sweep.arms[name].equal_flops_to]
+    different = {(arms[name].model_dump_json(), sweep.arms[name].upcycle_from) for name in own_length}
+    assert len(different) == len(own_length)
     assert composed(path, quick=True)[1]
     assert sweep.results == f"docs/results/{path.stem}.json"
     assert (ROOT / sweep.base).parent == path.parent
@@ -329,7 +329,12 @@ def test_full_size_twins_differ_in_size_only(path):
             assert own.pop("optim.lr") == pytest.approx(10 * other.pop("optim.lr"))
         own.pop("optim.lr", None)  # the paper has one learning rate for all
         assert own.keys() == other.keys(), name
-        assert {k for k in own if own[k] != other[k]} <= {f"model.{key}" for key in SIZE}, name
+        assert {k for k in own if own[k] != other[k]} <= {
+            "steps",
+            "data.skip",
+            *(f"model.{key}" for key in SIZE),
+        }, name
+        assert (arm.upcycle_from, arm.upcycle_pool) == (twin.upcycle_from, twin.upcycle_pool)
     bases = [configuration.load(ROOT / sweep.base).model_dump() for sweep in (small, full)]
     differing = {
         key.rpartition(".")[2] for key, value in flat(bases[0]).items() if flat(bases[1])[key] != value

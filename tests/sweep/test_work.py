@@ -28,7 +28,7 @@ from wm_ds.checkpoint.format import Reader
 from wm_ds.config import load as configuration
 from wm_ds.data.sequences import PackedSequences
 from wm_ds.sweep import measure, slurm, work
-from wm_ds.sweep.description import load
+from wm_ds.sweep.description import SweepError, load
 from wm_ds.sweep.runs import runs_of
 from wm_ds.sweep.table import Table
 from wm_ds.sweep.task import Task
@@ -264,3 +264,50 @@ def test_the_live_table_shows_what_is_at_work(write):
     assert any("1 more" in line for line in lines)
     assert any("1 of 14 runs done" in line for line in lines)
     assert not any(line.split("│")[1:3] == ["pool", "0"] for line in lines)
+
+
+UPCYCLED = {"vanilla": {}, "pool": {"set": POOL, "upcycle_from": "vanilla", "upcycle_pool": "top"}}
+
+
+@pytest.fixture
+def fake_upcycle(stand_ins):
+    stand_ins.setattr(work, "_UPCYCLE", ROOT / "tests" / "sweep" / "fake_upcycle.py")
+    return stand_ins
+
+
+def test_an_arm_starts_from_another_ones_run(write, fake_upcycle, capfd):
+    """It waits for that run, gets its step 0 once, and is another run than the arm from nothing."""
+    path = write(arms=UPCYCLED)
+    assert tool.main([str(path), "--jobs", "2"]) == 0
+    assert attempts(path) == [["train", "measure"], ["upcycle", "train", "measure"]]
+    vanilla, pool = runs_of(load(path), path)
+    said = json.loads((pool.folder / "checkpoints" / "step_00000000" / "manifest.json").read_text())
+    assert said == {"from": str(vanilla.folder), "more": ["--pool", "top"]}
+    alone = write(arms={"vanilla": {}, "pool": {"set": POOL}})
+    assert runs_of(load(alone), alone)[1].folder != pool.folder
+
+
+def test_an_arm_whose_beginning_failed_fails_by_name(write, fake_upcycle, capfd):
+    path = write(arms=UPCYCLED)
+    vanilla, _ = runs_of(load(path), path)
+    vanilla.folder.parent.mkdir(parents=True)
+    (vanilla.folder.parent / "fail").touch()
+    assert tool.main([str(path), "--jobs", "2"]) == 1
+    assert f"{vanilla.folder}, which it starts from, is not trained" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arms", "words"),
+    [
+        ({"pool": {"set": POOL, "upcycle_from": "other"}}, "names 'other', which is no other arm"),
+        ({"pool": {"set": POOL, "upcycle_pool": "top"}}, "upcycle_pool without upcycle_from"),
+        (UPCYCLED | {"more": {"upcycle_from": "pool"}}, "names 'pool', which itself depends on an arm"),
+        (
+            {"vanilla": {"seeds": [1]}, "pool": {"set": POOL, "upcycle_from": "vanilla"}},
+            "names 'vanilla', which has no seed 0",
+        ),
+    ],
+)
+def test_beginnings_that_cannot_be(write, arms, words):
+    with pytest.raises(SweepError, match=words):
+        load(write(arms=arms))

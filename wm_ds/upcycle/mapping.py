@@ -15,9 +15,9 @@ projections and the key norm alone.)
 
 With one layer in each group (k = L) they are the same, and the channel is exactly that layer's keys and
 values. The pool divides twice by an RMS: a state by its own, and the mixture by its own. The layer's input
-norm therefore goes to the *second* one, the channel's, and the source norms are ones: unit(unit(h)) = unit(h),
-whereas the RMS of a weighted state differs from token to token, and values would be scaled by it. What is
-left is the epsilon, which counts once less: a relative difference of eps / (2 mean(h²)) of values.
+norm therefore goes to the *second* one, the channel's, and the source norms are ones: unit(unit(h)) is
+unit(h), whereas the RMS of a weighted state differs from token to token, and values would be scaled by it.
+What is left is the epsilon, which counts once less: a relative difference of eps / (2 mean(h²)) of values.
 
 A dummy is zero: a key that no query prefers, with nothing behind it.
 """
