@@ -29,6 +29,7 @@ from wm_ds.distributed.process_group import World
 from wm_ds.engine.engine import StepResult
 from wm_ds.metrics import Metrics, duration, last_step
 from wm_ds.plan.flops import Flops
+from wm_ds.run import trackers
 from wm_ds.run.metrics_file import read_metrics
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("log_as_before")]
@@ -311,7 +312,8 @@ def test_wandb_ids_are_of_the_run_not_of_its_folders_name(tmp_path, monkeypatch)
     first, second, again = (options["id"] for options in fake.begun)
     assert first == again != second
     assert {(o["name"], o["project"], o["resume"]) for o in fake.begun} == {("run", "project", "allow")}
-    assert fake.logged == [1, 2, 2, 3, 4] * 3
+    # The third attempt takes the first one's steps again: they are there.
+    assert fake.logged == [1, 2, 2, 3, 4] * 2
     assert fake.finished == 3
 
 
@@ -326,7 +328,7 @@ def test_wandb_is_never_fatal_and_costs_no_minutes(tmp_path, monkeypatch, capsys
     log_fails = {"later": lost, "later silence": gone.wait}
     fake = FakeWandb(fails.get(how), log_fails.get(how))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics, "WANDB_SECONDS", 0.2 if "silence" in how else 20)
+    monkeypatch.setattr(trackers, "SECONDS", 0.2 if "silence" in how else 20)
     play(sink(tmp_path, wandb="project"))
     gone.set()
     told = [line for line in "".join(capsys.readouterr()).splitlines() if "Weights & Biases" in line]
@@ -347,14 +349,80 @@ def test_a_hook_of_wandb_that_waits_for_ever_does_not_keep_the_process(code):
     """Its exit code is the run's, what was printed is there, and hooks that do end are waited for."""
     program = (
         "import atexit, sys, threading\n"
-        "from wm_ds import metrics\n"
-        "metrics.WANDB_SECONDS, sys.modules['wandb'] = 0.3, metrics\n"
+        "from wm_ds.run import trackers\n"
+        "trackers.SECONDS, sys.modules['wandb'] = 0.3, trackers\n"
         "atexit.register(threading.Event().wait)\n"
         "atexit.register(print, 'a hook that ends', flush=True)\n"
-        f"metrics.end({code})"
+        f"trackers.end({code})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (code, "a hook that ends\n"), done.stderr
+
+
+class FakeMlflow(types.ModuleType):
+    """As much of the package as is called: one server, for all clients."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.entities = types.ModuleType("mlflow.entities")
+        self.entities.Metric = lambda name, value, now, step: (name, value, step)
+        self.experiments, self.runs, self.status = {}, [], []
+
+    def MlflowClient(self) -> FakeMlflow:
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return self.experiments.get(name)
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments[name] = types.SimpleNamespace(experiment_id=name)
+        return name
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        self.runs.append([])
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=str(len(self.runs) - 1)))
+
+    def update_run(self, run: str, status: str) -> None:
+        self.status.append((run, status))
+
+    def log_batch(self, run: str, metrics: list[tuple]) -> None:
+        self.runs[int(run)] += metrics
+
+    def set_terminated(self, run: str) -> None:
+        self.status.append((run, "FINISHED"))
+
+
+def test_mlflow_goes_on_in_its_run_and_doubles_no_step(tmp_path, monkeypatch):
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", fake.entities)
+    play(sink(tmp_path, mlflow="paper"))
+    again = sink(tmp_path, mlflow="paper", attempt=2, begun=2)
+    for step in (3, 4, 5):
+        again.step(result(step, 2.0), total_tokens=step * 900, data_s=0.5, extra={})
+    again.close()
+    assert list(fake.experiments) == ["paper"]
+    (logged,) = fake.runs
+    losses = [(step, value) for name, value, step in logged if name == "loss"]
+    assert losses == [(1, 3.0), (2, 2.5), (3, 9.0), (5, 2.0)]  # step 4 had no number
+    assert ("holdout_loss", 2.75, 2) in logged
+    assert ("time/forward", 0.1, 1) in logged
+    assert fake.status == [("0", "RUNNING"), ("0", "FINISHED")] * 2
+
+
+def test_mlflow_itself_takes_what_is_sent(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: the fake stands in")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    play(sink(folder, mlflow="paper"))
+    play(sink(folder, mlflow="paper", attempt=2))
+    client = mlflow.MlflowClient()
+    run = client.get_run((folder / "mlflow_run").read_text().strip())
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 2.5), (3, 9.0)]
 
 
 class FullDisk:

@@ -1,27 +1,22 @@
-"""What a person sees of a run: progress on the terminal, metrics.jsonl, TensorBoard, Weights & Biases.
+"""What a person sees of a run: progress on the terminal, metrics.jsonl, TensorBoard, trackers.
 
 Rank 0 writes, from numbers that the step has already brought together; nothing here communicates.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
 import math
-import os
 import re
-import secrets
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from wm_ds.config.schema import Config, ConfigError
 from wm_ds.config.stages import Plan, PlannedStage
 from wm_ds.distributed import process_group
 from wm_ds.distributed.log import duration
@@ -29,11 +24,10 @@ from wm_ds.distributed.process_group import World
 from wm_ds.engine.compile import compile_seconds
 from wm_ds.engine.engine import StepResult
 from wm_ds.errors import describe, one_line
-from wm_ds.files import write_atomically
 from wm_ds.plan.flops import Flops
+from wm_ds.run import trackers
 
 log = logging.getLogger(__name__)
-WANDB_SECONDS = 20  # for its server to answer
 # No curves: where a row belongs, and the router's map (a number for each channel and source).
 NO_CURVE = ("attempt", "step", "samples", "router_share")
 WINDOW = 20  # steps over which speed and ETA are averaged
@@ -42,7 +36,7 @@ WINDOW = 20  # steps over which speed and ETA are averaged
 class Metrics:
     """Sinks of one attempt of a run. On other ranks than 0 every method does nothing.
 
-    Raises ConfigError where a configured sink is not installed (call `check_sinks` first, on all ranks).
+    Raises ConfigError where a configured sink is not installed (call `trackers.check` first, on all ranks).
     """
 
     def __init__(self, stages: Plan, *, attempt: int, world: World, begun: int = 0) -> None:
@@ -55,20 +49,20 @@ class Metrics:
         """Per step of the stage at hand, on one device: TFLOP, and shares of the device's peak."""
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW + 1)
         self._compiles, self._compile_s = config.compile, 0.0
-        self._tensorboard = self._wandb = self._live = None
+        self._tensorboard = self._live = None
+        self._trackers: list[trackers.Tracker] = []
         if not self.active:
             return
         folder = self._folder = Path(config.run.dir)
         self._path = folder / "metrics.jsonl"
-        self._seen_step = last_step(self._path)
+        self._seen_step = self._told = last_step(self._path)
         self._file: Any = None
         self._unwritten = False
         with contextlib.suppress(OSError):  # tried again for each row, which then says so
             self._open()
         if config.log.tensorboard:
             self._open_tensorboard(begun + 1 if self._seen_step > begun else None)
-        if config.log.wandb:
-            self._wandb = _open_wandb(config.log.wandb, folder)
+        self._trackers = trackers.open_trackers(config)
         if sys.stdout.isatty():
             self._live = _Live(self.total)
 
@@ -216,7 +210,7 @@ class Metrics:
         if self._tensorboard is not None:
             self._to_tensorboard(to, lambda board: board.close())
             self._open_tensorboard(purge_step=to + 1)
-        self._begun = min(self._begun, to)
+        self._begun, self._told = min(self._begun, to), max(self._told, at)
         self.pause()
 
     def _open_tensorboard(self, purge_step: int | None) -> None:
@@ -246,10 +240,8 @@ class Metrics:
                 self._tensorboard.close()
             except Exception as error:
                 log.warning("TensorBoard's last points are lost: %s", one_line(str(error)))
-        if self._wandb is not None:
-            problem = _bounded(self._wandb.finish)[1]
-            if problem is not None:
-                log.warning("Weights & Biases got no proper end: %s", problem)
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write(self, row: dict[str, Any]) -> None:
         """Append a row. A disk that is full costs rows, and one line on the terminal, but not the run."""
@@ -276,12 +268,8 @@ class Metrics:
         self._to_tensorboard(
             step, lambda board: [board.add_scalar(name, value, step) for name, value in flat.items()]
         )
-        if self._wandb is not None:
-            run = self._wandb
-            problem = _bounded(lambda: run.log(flat, step=step))[1]
-            if problem is not None:
-                log.warning("step %d: no more Weights & Biases: %s", step, problem)
-                self._wandb = None
+        if step > self._told:  # a step that is taken again keeps the numbers of its first time there
+            self._trackers = [tracker for tracker in self._trackers if tracker.tell(flat, step)]
 
     # Whatever these libraries raise, and whatever their threads do: they are optional, the run is not.
     def _to_tensorboard(self, step: int, write: Callable[[Any], object]) -> None:
@@ -292,91 +280,6 @@ class Metrics:
         except Exception as error:
             log.warning("step %d: no more TensorBoard in this attempt: %s", step, one_line(str(error)))
             self._tensorboard = None
-
-
-def _open_wandb(project: str, folder: Path) -> Any:
-    """The run at Weights & Biases; None, and one line that says why, where that cannot be had within seconds.
-
-    Its id is made once and kept in the run directory (`wandb_id`): attempts of a run go on under it, and
-    runs whose folders have the same name are told apart.
-    """
-    import wandb
-
-    record = folder / "wandb_id"
-    try:
-        if not record.exists():
-            write_atomically(record, secrets.token_hex(8) + "\n")
-        name = record.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = describe(error) if isinstance(error, OSError) else f"{record} is damaged; remove it"
-        log.warning("no Weights & Biases in this attempt: %s", why)
-        return None
-
-    def begin() -> Any:
-        return wandb.init(
-            project=project,
-            name=folder.name,
-            id=name,
-            resume="allow",
-            dir=str(folder),
-            settings=wandb.Settings(init_timeout=WANDB_SECONDS, login_timeout=WANDB_SECONDS),
-        )
-
-    found, problem = _bounded(begin)
-    if problem is not None:
-        log.warning(
-            "no Weights & Biases in this attempt: %s (training goes on; `wandb login` sets a key, "
-            "WANDB_MODE=offline keeps it on this machine)",
-            problem,
-        )
-    return found
-
-
-def _bounded(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `call` returns, or why there is nothing; given up after WANDB_SECONDS."""
-    answer: list[tuple[Any, str | None]] = []
-
-    def work() -> None:
-        try:
-            answer.append((call(), None))
-        except BaseException as error:  # SystemExit, too, is no reason to end a run
-            answer.append((None, one_line(str(error)) or type(error).__name__))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(WANDB_SECONDS)
-    return answer[0] if answer else (None, f"no answer within {WANDB_SECONDS} s")
-
-
-def end(code: int) -> NoReturn:
-    """End the process with exit code `code`, also where W&B's own hooks wait for an answer for ever.
-
-    Threads that are not daemons are waited for as always; the hooks that follow have WANDB_SECONDS.
-    """
-    if "wandb" in sys.modules:
-        leaving = threading.Event()
-
-        def last() -> None:
-            leaving.wait()
-            time.sleep(WANDB_SECONDS)
-            os._exit(code)
-
-        # Started here, because no thread begins any more once hooks run; ours, the newest, runs before W&B's.
-        threading.Thread(target=last, daemon=True).start()
-        atexit.register(leaving.set)
-    sys.exit(code)
-
-
-def check_sinks(config: Config) -> None:
-    """Raise ConfigError where a configured sink is not installed. Before anything is built, on every rank."""
-    if config.log.wandb:
-        try:
-            import wandb  # noqa: F401
-        except ImportError:
-            raise ConfigError(
-                f"log.wandb = {config.log.wandb!r} but the package wandb is not installed: "
-                "pip install wandb, or leave log.wandb out"
-            ) from None
 
 
 class _Live:

@@ -70,11 +70,11 @@ from wm_ds.engine.init_weights import Shell
 from wm_ds.errors import INTERRUPTED, WmError, describe, run_cli
 from wm_ds.evaluate.samples import open_sampler
 from wm_ds.families import model_config
-from wm_ds.metrics import Metrics, check_sinks, end
+from wm_ds.metrics import Metrics
 from wm_ds.optim.param_rules import OptimizerError, format_table
 from wm_ds.plan.flops import training
 from wm_ds.plan.profile import Profiles
-from wm_ds.run import evaluations
+from wm_ds.run import evaluations, trackers
 from wm_ds.run.claim import Attempt
 from wm_ds.run.evaluations import Evaluations
 from wm_ds.run.stopping import Signals, Stopping, clear_markers, write_marker
@@ -140,7 +140,7 @@ def load(path: str, overrides: list[str]) -> tuple[Config, dict[str, Any]]:
     config = configuration.load(path, overrides)
     json = load_deepspeed(config.deepspeed)
     validate.check_against_deepspeed(config, json)
-    check_sinks(config)
+    trackers.check(config)
     check_addresses(config)
     return config, json
 
@@ -414,4 +414,4 @@ def note_end(run_dir: str, attempt: Attempt, result: str, how: dict[str, Any]) -
 
 
 if __name__ == "__main__":
-    end(main())
+    trackers.end(main())

@@ -83,7 +83,7 @@ def test_numbers_in_scientific_notation_are_numbers(tmp_path):
         ("check_point", "did you mean checkpoint?"),
         ("evaluate__evry", "did you mean evaluate.every?"),
         ("model__num_kv_chanels", "did you mean model.num_kv_channels?"),
-        ("log__xyz", "known here: details_every, every, samples, tensorboard, wandb"),
+        ("log__xyz", "known here: details_every, every, mlflow, samples, tensorboard, wandb"),
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest_name(key, said):

@@ -436,6 +436,8 @@ class Log(Section):
     """Write event files of TensorBoard into the run directory."""
     wandb: str | None = None
     """Project name at Weights & Biases; needs the package wandb."""
+    mlflow: str | None = None
+    """Experiment at MLflow, at the server that MLFLOW_TRACKING_URI names; needs the package mlflow-skinny."""
     samples: Samples | None = None
     """Continuations of fixed prompts, written to `samples.jsonl` and TensorBoard. Default: none."""
 

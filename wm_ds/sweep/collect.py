@@ -160,7 +160,7 @@ def figures(entry: dict[str, Any]) -> dict[str, float | None]:
     }
     for number, value in enumerate(curve, start=1):
         found[f"passes_{number}"] = value
-    for one in measured["starts"]["curves"]:
+    for one in measured.get("starts", {"curves": []})["curves"]:
         for number, value in enumerate(one["perplexities"], start=1):
             found[f"{one['start']}_g{one['groups']}_{number}"] = value
     for entry_of_g in measured["converge"]["groups"]:
