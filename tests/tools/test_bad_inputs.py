@@ -21,6 +21,7 @@ COMMANDS = {
     "tools.count_flops": ["BAD"],
     "tools.export_hf": ["BAD", "--output", "OUT"],
     "tools.import_hf": ["BAD", str(ROOT / "configs/demo.yaml"), "run.dir=OUT"],
+    "tools.upcycle": ["BAD", str(ROOT / "configs/demo.yaml"), "run.dir=OUT"],
     "tools.inspect_shards": ["BAD"],
     "tools.measure_convergence": ["BAD"],
     "tools.pack_data": ["--input", "BAD", "--tokenizer", "BAD", "--output", "OUT"],
