@@ -17,12 +17,12 @@ import io
 import math
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from wm_ds.errors import WmError, run_cli
 from wm_ds.files import write_atomically
+from wm_ds.report.reading import borders, nested, resumes, series
 from wm_ds.run.ancestry import chain, located
 from wm_ds.run.evaluations_file import read_evaluations
 from wm_ds.run.metrics_file import read_metrics
@@ -113,36 +113,10 @@ def place(rows: Rows) -> Rows:
     return [{"tokens": tokens.get(row["step"]), **row} for row in rows]
 
 
-def series(rows: Rows, key: str, x: str) -> list[tuple[float, float]]:
-    """(x, value) where the value is a finite number; anything else (a skipped step's "nan") is a gap."""
-    found = [(row.get(x), row.get(key)) for row in rows]
-    return [
-        (a, b)
-        for a, b in found
-        if isinstance(a, int | float) and isinstance(b, int | float) and math.isfinite(b)
-    ]
-
-
-def resumed(rows: Rows, x: str) -> list[float]:
-    """Where a later attempt takes over."""
-    steps = [row for row in rows if "loss" in row and row.get(x) is not None]
-    return [before[x] for before, row in pairwise(steps) if row.get("attempt") != before.get("attempt")]
-
-
-def borders(rows: Rows, x: str) -> list[float]:
-    """Where a stage of the run ends."""
-    steps = [row for row in rows if "loss" in row and row.get(x) is not None]
-    return [before[x] for before, row in pairwise(steps) if row.get("stage", 0) != before.get("stage", 0)]
-
-
 def residuals(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
-    """One series for each pass, from rows with a list of residuals."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        for number, value in enumerate(row.get("residuals") or []):
-            if isinstance(value, int | float) and value > 0 and row.get(x) is not None:
-                found.setdefault(f"pass {number + 1}", []).append((row[x], value))
-    return found
+    """One series for each pass, from rows with a list of residuals; 0 has no place on a logarithmic axis."""
+    found = nested(rows, "residuals", x)
+    return {f"pass {n}": [point for point in points if point[1] > 0] for n, points in found.items()}
 
 
 def scores(rows: Rows, x: str) -> dict[str, list[tuple[float, float]]]:
@@ -170,7 +144,7 @@ def kinds_of_scores(runs: dict[str, Rows], x: str) -> dict[str, list[str]]:
 
 def mark(axis: Any, rows: Rows, x: str, color: str) -> None:
     """Draw lines where the run was resumed and where its stages end."""
-    for places, style in ((resumed(rows, x), ":"), (borders(rows, x), "-.")):
+    for places, style in ((resumes(rows, x), ":"), (borders(rows, x), "-.")):
         for at in places:
             axis.axvline(at, color=color, linestyle=style, linewidth=1)
 

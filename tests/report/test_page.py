@@ -98,7 +98,7 @@ def test_several_runs_show_what_differs(runs, tmp_path):
 
 
 def test_a_long_run_has_a_small_page(tmp_path):
-    text = made(tmp_path, make_run(tmp_path / "long", steps=20_000))
+    text = made(tmp_path, make_run(tmp_path / "long", steps=100_000))
     assert len(text) < 250_000
     assert len(made(tmp_path, make_run(tmp_path / "short", steps=2_000))) > 0.5 * len(text)
 

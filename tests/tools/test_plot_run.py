@@ -36,8 +36,8 @@ def test_series_and_marks(tmp_path):
         (1500, 5.0),
         (2000, 5.0),
     ]
-    assert plot_run.resumed(rows, "tokens") == [1000]
-    assert plot_run.resumed(rows, "step") == [10]
+    assert plot_run.resumes(rows, "tokens") == [1000]
+    assert plot_run.resumes(rows, "step") == [10]
     assert plot_run.borders(rows, "tokens") == [700]
     assert plot_run.borders([{**row, "stage": 0} for row in rows], "step") == []
     assert list(plot_run.residuals(rows, "step")) == ["pass 1", "pass 2", "pass 3"]
@@ -129,7 +129,7 @@ def test_a_family_is_drawn_from_its_first_ancestor_on(tmp_path, capsys):
         "two (from long@30)": (30, 35),
         "last (from two@35)": (35, 45),
     }
-    assert all(plot_run.resumed(rows, "step") == [] for rows in family.values())
+    assert all(plot_run.resumes(rows, "step") == [] for rows in family.values())
     assert spans(plot_run.family([one, long])) == {"long": (1, 50), "one (from long@20)": (20, 25)}
     assert plot_run.main([str(one), str(last), "--output", str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -89,7 +89,7 @@ def draw(chart: Chart) -> str:
     return (
         f'<figure>{title}<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(chart.title)}" {scale} data-log="{int(chart.log)}" '
-        f'data-unit="{escape(chart.unit)}">{_axes(frame)}{_marks(chart, frame)}'
+        f'data-unit="{escape(chart.unit)}">{_axes(frame, chart.unit)}{_marks(chart, frame)}'
         f'<svg x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}" '
         f'class="plot">{lines}</svg><line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
         f'<p class="legend">{keys}{note}</p></figure>'
@@ -152,7 +152,7 @@ def _key(series: Series) -> str:
     return f'<span><svg class="key" viewBox="0 0 24 8">{line}</svg>{escape(series.label)}</span> '
 
 
-def _axes(frame: _Frame) -> str:
+def _axes(frame: _Frame, unit: str) -> str:
     parts = []
     for value in ticks(frame.x0, frame.x1, 5):
         x = LEFT + frame.x(value)
@@ -166,6 +166,8 @@ def _axes(frame: _Frame) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">step</text>')
+    if unit:
+        parts.append(f'<text x="{LEFT - 6}" y="{HEIGHT - 3}" text-anchor="end">{escape(unit)}</text>')
     return "".join(parts)
 
 

@@ -56,8 +56,8 @@ def _chart(title: str, runs: list[Run], curves: Curves, unit: str = "", **look: 
 
 def _marks(run: Run, runs: list[Run]) -> list[tuple[float, str]]:
     of = "" if len(runs) == 1 else f" of {run.name}"
-    found = [(step, f"a stage{of} ends at step {step:,.0f}") for step in borders(run)]
-    return found + [(step, f"another start{of} goes on after step {step:,.0f}") for step in resumes(run)]
+    found = [(step, f"a stage{of} ends at step {step:,.0f}") for step in borders(run.rows)]
+    return found + [(step, f"another start{of} goes on after step {step:,.0f}") for step in resumes(run.rows)]
 
 
 def _one(key: str) -> Curves:

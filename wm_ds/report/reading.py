@@ -1,4 +1,5 @@
 """What the report shows of a run, read from its directory: rows, state, settings, attempts, scores, samples.
+Its series and borders are also those of tools/plot_run.py.
 
 Nothing is asked of the run itself, so a run may be at work meanwhile. What is missing is empty; what is
 damaged is left out line by line.
@@ -112,14 +113,14 @@ def series(rows: Rows, key: str, x: str = "step") -> list[Point]:
     return [(float(a), float(b)) for a, b in found if _is_number(a) and _is_number(b)]
 
 
-def nested(rows: Rows, key: str) -> dict[str, list[Point]]:
+def nested(rows: Rows, key: str, x: str = "step") -> dict[str, list[Point]]:
     """One series for each entry of a list of numbers: `1`, `2`, …"""
     found: dict[str, list[Point]] = {}
     for row in rows:
         values = row.get(key)
         for number, value in enumerate(values if isinstance(values, list) else [], start=1):
-            if _is_number(value) and _is_number(row.get("step")):
-                found.setdefault(str(number), []).append((float(row["step"]), float(value)))
+            if _is_number(value) and _is_number(row.get(x)):
+                found.setdefault(str(number), []).append((float(row[x]), float(value)))
     return found
 
 
@@ -135,16 +136,19 @@ def scores(run: Run) -> dict[str, list[Point]]:
     return found
 
 
-def borders(run: Run) -> list[float]:
-    """The last steps of stages that are over."""
-    steps = run.steps
-    return [float(a["step"]) for a, b in pairwise(steps) if a.get("stage", 0) != b.get("stage", 0)]
+def borders(rows: Rows, x: str = "step") -> list[float]:
+    """Where stages end: the last steps of those that are over."""
+    return _before_changes(rows, "stage", 0, x)
 
 
-def resumes(run: Run) -> list[float]:
+def resumes(rows: Rows, x: str = "step") -> list[float]:
     """The steps after which another attempt took over."""
-    steps = run.steps
-    return [float(a["step"]) for a, b in pairwise(steps) if a.get("attempt") != b.get("attempt")]
+    return _before_changes(rows, "attempt", None, x)
+
+
+def _before_changes(rows: Rows, key: str, default: Any, x: str) -> list[float]:
+    steps = [row for row in rows if "loss" in row and _is_number(row.get(x))]
+    return [float(a[x]) for a, b in pairwise(steps) if a.get(key, default) != b.get(key, default)]
 
 
 def _attempts(folder: Path) -> Rows:
