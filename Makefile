@@ -1,5 +1,6 @@
 # make demo      the whole chain on real text: install, train, export, evaluate (see tools/demo.py)
 # make test      the tests                 ARGS="tests/export/test_export.py -x" passes arguments to pytest
+# make test-long the tests that take long for what they add; CI runs them, too
 # make test-slurm the SLURM scripts on a real SLURM of four nodes on this machine (root; Debian's packages are fetched)
 # make test-serving the vLLM plugin (serving/vllm) in an environment of its own, .venv-serving (3.4 GB; see docs/serving.md)
 # make prose     public-domain prose, tokenized and packed, for the sweeps of docs/sweeps.md (9 MB; two minutes)
@@ -22,7 +23,6 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 RANK_WORKERS ?= $(shell n=$(WORKERS); echo $$((n < 2 ? n : 2)))
 
-STARTED := $(shell date +%s)
 VENV := .venv
 PIN := $(shell cat requirements.txt pyproject.toml 2>/dev/null | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(PIN)
@@ -30,11 +30,9 @@ INSTALLED := $(VENV)/.installed-$(PIN)
 BUILT := $(VENV)/.built-$(PIN)
 
 # When this make began, so that the demo's summary can count the installation in.
-export DEMO_RANK_WORKERS ?= $(shell n=$(WORKERS); echo $$((n < 2 ? n : 2)))
-
 STARTED := $(shell date +%s)
 
-.PHONY: demo prose test test-slurm test-serving same-numbers lint clean distclean install
+.PHONY: demo prose test test-long test-slurm test-serving same-numbers lint clean distclean install
 .DELETE_ON_ERROR:
 
 demo: $(BUILT)
@@ -55,15 +53,21 @@ data/prose/packed/manifest.json: data/prose/tokenizer/tokenizer.json
 	@$(VENV)/bin/python tools/pack_data.py --input data/prose/text.jsonl --tokenizer data/prose/tokenizer \
 	  --output $(@D) --seq-len 256 --align 8 --holdout 256 --holdout-by document
 
+DEFAULT := not slow and not long and not slurm
+
 # Two runs: tests that share nothing on all cores (at most 8: each loads torch), then those that start ranks or wait for
 # processes, two files at a time: much of their time is waiting.
 test: $(BUILT)
 ifeq ($(ARGS),)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not slow and not slurm"
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist loadfile -m "alone and not slow and not slurm"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone and $(DEFAULT)"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist loadfile -m "alone and $(DEFAULT)"
 else
 	@$(VENV)/bin/python -m pytest $(ARGS)
 endif
+
+test-long: $(BUILT)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist load -m "long and not alone and not slow"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist load -m "long and alone and not slow"
 
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)

@@ -34,6 +34,7 @@ def test_there_are_four():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", examples())
 def test_an_example_applies_and_runs(name, tmp_path):
     text = examples()[name]

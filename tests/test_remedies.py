@@ -110,6 +110,7 @@ def test_packing_in_tasks_and_a_damaged_manifest(tmp_path, capsys, damaged):
     assert again.get("sequences", again) == rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gather", [None, "step"])
 @pytest.mark.parametrize("memory", ["1", "0.0012"])
 def test_the_planners_recommendation_is_a_run(tmp_path, capsys, monkeypatch, gather, memory):

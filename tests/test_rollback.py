@@ -123,6 +123,7 @@ def test_going_back_over_a_border_of_stages_goes_back_to_the_earlier_stage(confi
     assert taken == [0] * 11 + [1] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kill", rollback_worker.KILLS)
 def test_a_kill_in_the_midst_of_it_changes_nothing(skipping, config, tmp_path, kill):
     codes, said = launch(tmp_path, config, "run", bad=[12, 13], kill=kill)
@@ -133,6 +134,7 @@ def test_a_kill_in_the_midst_of_it_changes_nothing(skipping, config, tmp_path, k
     assert len(json.loads((tmp_path / "run/history.json").read_text())["rollbacks"]) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_ranks_go_back_alike_and_later_resumes_see_the_same_order(config, tmp_path, stage):
     own = [f"deepspeed={Path(__file__).parents[1]}/ds_configs/zero{stage}.json", "batch.micro_batch=1"]
@@ -153,6 +155,7 @@ def test_two_ranks_go_back_alike_and_later_resumes_see_the_same_order(config, tm
     assert next(losses) == pytest.approx(next(losses), abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_fails_with_the_reason_when_going_back_does_not_help(config, tmp_path):
     """Batches 16 and 17 are bad as well: allowed once more, the run goes on without them."""
     bad = [12, 13, 16, 17]

@@ -109,6 +109,7 @@ def end_and_resume(
     return f"{kind}, exit codes {codes}, {published} published, resumed from step {step}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_random_end(seed, tmp_path, unbroken):
     trial(seed, tmp_path, unbroken)

@@ -198,6 +198,7 @@ def test_there_and_back(runs, tmp_path):
     assert_same_state(source, step(tmp_path / "back", 2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 3])
 def test_state_moves_in_every_precision(runs, tmp_path, world):
     """bf16, autocast, AdamW, offload: every tensor equal after a move to another size and stage."""

@@ -135,6 +135,7 @@ def test_rivals_have_half_a_cache(name: str) -> None:
     assert cached_kvs(model_config(m, vocab_size=151_936, seq_len=2048, eos_id=None)) == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("related_*.yaml")), ids=lambda path: path.stem)
 def test_related_models_train(path: Path) -> None:
     """At a tiny size, on one batch, with the recipe's recomputation and rules: the loss falls fast."""

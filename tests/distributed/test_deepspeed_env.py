@@ -67,6 +67,7 @@ def start(folder: Path, how: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", BUILD, str(folder), how], env=env, stderr=subprocess.PIPE)
 
 
+@pytest.mark.long
 def test_builds_wait_for_each_other_and_survive_a_killed_one(tmp_path):
     assert start(tmp_path, "die").wait(120) == 9
     assert list(tmp_path.rglob("lock"))  # for which DeepSpeed alone would wait for ever

@@ -58,6 +58,7 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], what: str) ->
     assert [n for n in b if not torch.equal(a[n], b[n])] == [], what
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [{}, pytest.param({"precision": "bf16", "clip": 0.5, "clip_rule": "local"}, marks=pytest.mark.slow)],
@@ -71,6 +72,7 @@ def test_allowed_keys_change_nothing(more):
         same(found, results[stage - 1], f"{keys} at stage {stage}")
 
 
+@pytest.mark.long
 def test_keys_that_print_change_nothing():
     plain, other = numerics.run(2, [case(2, {}), case(2, {}, json=PRINTS)])
     same(other, plain, "keys that print")

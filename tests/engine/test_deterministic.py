@@ -47,6 +47,7 @@ def computed(rows: list[dict[str, Any]]) -> list[tuple]:
     return [tuple(row.get(name) for name in same) for row in rows]
 
 
+@pytest.mark.long
 def test_two_runs_on_two_ranks_are_equal_bit_for_bit(tmp_path, data):
     (rows, weights), (again, weights_again) = (train(tmp_path / name, data) for name in ("one", "two"))
     steps = [row for row in rows if "loss" in row]

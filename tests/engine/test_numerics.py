@@ -242,7 +242,7 @@ def selection() -> dict[int, list[Case]]:
     return plan
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_equal_to_one_process(ranks: int) -> None:
     cases = selection()[ranks]
     for case, results in zip(cases, numerics.run(ranks, cases)):
@@ -271,6 +271,7 @@ def test_full_product(stage: str, ranks: int) -> None:
 # Beyond exactness
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_weights_given_one_by_one_train_like_a_whole_model(precision: str) -> None:
     """Bit for bit, at every stage: the same engine comes out of both ways to build it."""
@@ -301,6 +302,7 @@ def test_stages_agree_bit_for_bit() -> None:
     assert difference(third, first)[0] < WEIGHT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["autocast", "bf16"])
 def test_low_precision_norms_do_not_depend_on_the_stage(precision: str) -> None:
     at_rest = {"lr": 1e-30, "fixed": True, "steps": 3}
@@ -318,6 +320,7 @@ def test_low_precision_norms_do_not_depend_on_the_stage(precision: str) -> None:
         assert results[0]["losses"][0] == pytest.approx(expected["losses"][0], rel=5e-3)
 
 
+@pytest.mark.long
 def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
     """48 micro-batches of one row, against their sum in fp64. Rounding the sum to bf16 once is worth 0.16%;
     summing in bf16 is off by 0.39%, and in long sums small gradients would vanish."""
@@ -347,6 +350,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_fp32() -> None:
         assert off < bound, f"off by {off / size:.1e}: {case}"
 
 
+@pytest.mark.long
 def test_low_precision_trains_like_fp32() -> None:
     cases = [
         Case({"stage": s}, "whitematter", precision=p, steps=3)

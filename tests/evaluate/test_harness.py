@@ -64,6 +64,7 @@ def local_data(folder: Path, count: int = 2) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_paper_suite_runs_on_local_files(run, model, tokenizer, tmp_path, capsys):
     """The harness's own prompts and metrics, without a network: some of them as computed by hand."""
     data = local_data(tmp_path / "data", count=6)

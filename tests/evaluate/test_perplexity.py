@@ -149,6 +149,7 @@ def test_the_value_is_the_same_at_any_batch_size(learned, learned_report):
         assert [row["tokens"] for row in other["rows"]] == [row["tokens"] for row in learned_report["rows"]]
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_value_is_the_same_on_two_ranks(learned, learned_report, tmp_path):
     """8 rows in batches of 3 do not divide over two ranks: the rest is filler that counts nothing."""
@@ -180,6 +181,7 @@ def test_exports_keep_the_perplexity(learned, learned_report, tmp_path, monkeypa
     assert values(other)[name] == pytest.approx(values(learned_report)[name], rel=1e-3)
 
 
+@pytest.mark.long
 def test_folder_gives_the_same_numbers_as_its_run(run, report, tmp_path):
     source = trained.find(run)
     folder = export.export(source, tmp_path / "out", dtype=torch.float32, max_shard_size=10**9)

@@ -151,6 +151,7 @@ def test_needs_trust(folder):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 
 
+@pytest.mark.long
 def test_bf16_is_rounded_once_and_tied_head_is_shared(tmp_path):
     """The bf16 file is the elementwise rounding of the masters; a tied head is in no file."""
     run = exported.make_run(tmp_path, tie_word_embeddings=True, num_kv_channels=4)
@@ -181,6 +182,7 @@ def test_vanilla_is_plain_qwen3(tmp_path):
     assert_no_padded_id_is_sampled(loaded)
 
 
+@pytest.mark.long
 def test_lckv_stands_alone(tmp_path):
     """What a process without wm_ds computes from the folder, against the model built anew."""
     run = exported.make_run(tmp_path, family="lckv", warmup_layers=2)
@@ -201,6 +203,7 @@ def test_lckv_stands_alone(tmp_path):
     assert_no_padded_id_is_sampled(LCKVForCausalLM.from_pretrained(out))
 
 
+@pytest.mark.long
 def test_fusedkv_stands_alone(tmp_path):
     """As above; the held-out rows and the way back: test_import_hf.py."""
     run = exported.make_run(tmp_path, family="fusedkv")
@@ -246,6 +249,7 @@ def assert_no_padded_id_is_sampled(model) -> None:
     assert out.max() < 257
 
 
+@pytest.mark.long
 def test_rows_shorter_than_the_check(tmp_path):
     """The check's prompt is as long as the model's rows allow, whatever it then generates."""
     run = exported.make_run(tmp_path, seq_len=16)
@@ -276,6 +280,7 @@ def test_export_again_leaves_nothing_stale(run, tmp_path, unchecked):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_kill_leaves_no_folder(run, tmp_path):
     """Killed at random moments, there is no folder or a whole one; the next export clears up and succeeds."""
     out = tmp_path / "out"
@@ -296,6 +301,7 @@ def test_kill_leaves_no_folder(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_kill_in_the_last_check_leaves_a_hidden_folder_that_does_not_load(run, tmp_path, unchecked):
     """All weights are there by then; the next export of DIR removes it, also where DIR's name means something
     to glob, or is a link."""

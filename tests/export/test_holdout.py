@@ -98,6 +98,7 @@ def exchange(checkpoint: Path, first: str, second: str) -> None:
     (checkpoint / format.MANIFEST).write_text(manifest.to_json())
 
 
+@pytest.mark.long
 def test_tensors_that_changed_places_on_the_disk_are_found_out(run, tmp_path, capsys):
     """All that the files say of themselves is right, and every tensor is where a tensor of its shape was."""
     shutil.copytree(run, tmp_path / "run")

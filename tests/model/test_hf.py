@@ -126,6 +126,7 @@ lm.save_pretrained(target)
 """
 
 
+@pytest.mark.long
 def test_saved_copied_loaded_and_saved_again_where_there_is_no_wm_ds(lm, folder, tmp_path) -> None:
     row = torch.arange(1, 10)[None]
     with torch.no_grad():

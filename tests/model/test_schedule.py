@@ -108,6 +108,7 @@ def test_values_equal_the_schedule_done_by_hand(name: str) -> None:
         assert (got[row] - want.hidden_TD).abs().max() < 1e-10, NAMES[row]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_cache_is_the_pool_of_the_last_states(name: str) -> None:
     """What a prefill leaves behind, entry by entry: also those that no later step of the schedule reads."""

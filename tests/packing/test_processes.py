@@ -73,6 +73,7 @@ class TestProcesses:
                 shards.verify_shard(out, json.loads(record.read_text()))
         self.finish(out, source, tok, expected)
 
+    @pytest.mark.long
     def test_killed_at_random(self, source, tok, expected, tmp_path):
         generator = random.Random()
         for number in range(3):
@@ -99,6 +100,7 @@ class TestProcesses:
             process.communicate(timeout=30)
         self.finish(out, source, tok, expected)
 
+    @pytest.mark.long
     def test_tasks_at_the_same_time(self, source, tok, expected, tmp_path):
         """As an array job starts them: all of them find an empty folder."""
         out = tmp_path / "out"
@@ -153,6 +155,7 @@ class TestProcesses:
         assert "error: interrupted" in error
         self.finish(tmp_path / "out", source, tok, expected)
 
+    @pytest.mark.long
     def test_a_real_full_disk(self, source, tok, expected, tmp_path):
         """A file system of 1 MiB; needs a mount namespace of its own."""
         mount = tmp_path / "small"

@@ -208,6 +208,7 @@ def test_qwen3(qwen_spec, qwen):
     assert [decode(ids) for ids in encode(qwen_spec, composed)] == composed
 
 
+@pytest.mark.long
 def test_quicktok_gives_the_ids_of_tokenizers(qwen_spec, tmp_path):
     pytest.importorskip("quicktok", reason="the optional package quicktok-v1 is not installed")
     quicktok.build(qwen_spec, tmp_path / "fast")

@@ -50,6 +50,7 @@ def shape(name: str, *more: str) -> Any:
     return model_config(config.model, vocab_size=64, seq_len=64, eos_id=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16", "autocast", "fp32"])
 @pytest.mark.parametrize("recompute", ["none", "layer", "group", "group+layer"])
 def test_every_policy_and_precision(precision: str, recompute: str) -> None:

@@ -114,12 +114,14 @@ def activations(shape: tuple[int, int, int], k: int, *kinds: str) -> list[int]:
     return [peak(shape, kind, k).peaks["activations"] for kind in kinds]
 
 
+@pytest.mark.long
 def test_group_needs_a_sixth_of_plain_autograd_and_less_than_vanilla() -> None:
     naive, vanilla, group = activations(SMALL, 8, "naive", "vanilla", "group")
     assert group < naive / 6
     assert group < vanilla
 
 
+@pytest.mark.long
 def test_group_and_layer_need_less_than_vanilla_with_recomputed_layers() -> None:
     """With k = L/2. The kept entries grow with k, vanilla's kept states do not: k = L takes more than it."""
     vanilla, both = activations((16, 128, 2048), 8, "vanilla+layer", "group+layer")

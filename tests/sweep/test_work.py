@@ -164,6 +164,7 @@ def swept(tmp_path_factory, toy_data) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_tiny_sweep_in_earnest(swept):
     arms = results(swept)["arms"]
@@ -189,6 +190,7 @@ def test_a_tiny_sweep_in_earnest(swept):
     assert vanilla["exact"]["perplexity"] == vanilla["passes"]["as_trained"]
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_perplexity_is_that_of_a_naive_loop(swept, toy_data):
     """Vanilla's checkpoint in transformers' own Qwen3, document by document, without masks."""

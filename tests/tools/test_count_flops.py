@@ -148,6 +148,7 @@ def test_no_names_means_the_papers_seven_models() -> None:
     assert all((ROOT / "configs" / f"{name}.yaml").exists() for name in PRINTED)
 
 
+@pytest.mark.long
 def test_a_layerwise_start_by_hand() -> None:
     """Training: a sweep and 0 + 1 passes, 16 blocks and 1.875 pools with gradient. Prefill: a sweep, a pass,
     two pools. A channel of the sweep is what tests/plan/test_flops.py says."""

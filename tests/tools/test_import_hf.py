@@ -56,6 +56,7 @@ def test_weights_come_back_bitwise(run, folder, tmp_path):
         assert torch.equal(again(tokens).logits, trained.find(run).load(torch.float32)(tokens).logits)
 
 
+@pytest.mark.long
 def test_training_goes_on_from_there(run, folder, tmp_path):
     """The trainer resumes from step 0: its first loss is the imported model's, not a fresh one's."""
     path = config_file(run, tmp_path / "run")

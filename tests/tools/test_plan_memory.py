@@ -51,6 +51,7 @@ def test_the_table_names_the_command_to_use(config: str, capsys) -> None:
     assert "batch.micro_batch=" in out
 
 
+@pytest.mark.long
 def test_a_run_in_stages_is_planned_stage_by_stage(config: str, capsys) -> None:
     """Each with its own row length, batch and passes: the sizes are those of a run that has no other."""
     stages = "stages=[{until: 4, passes: {no_grad_passes: 0, grad_passes: 1}}, {seq_len: 64}]"
