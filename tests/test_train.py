@@ -251,6 +251,9 @@ def test_bad_input_is_refused_in_one_line(capsys, data, tmp_path, monkeypatch):
     assert "global_batch 5 does not divide" in refusal(capsys, path, "batch.global_batch=5")
     assert "nowhere" in refusal(capsys, path, "data.train=nowhere")
     assert "log.samples.prompts.0 is empty" in refusal(capsys, path, 'log.samples={prompts: [""]}')
+    other = toy_corpus.byte_tokenizer(tmp_path / "other", filler_tokens=3)
+    wrong = refusal(capsys, path, "log.samples={prompts: [a], tokens: 2}", f"data.tokenizer={other}")
+    assert f"{other} is not the tokenizer that packed {data}" in wrong
     assert "longer than the model's rows of 24" in refusal(capsys, path, "log.samples={prompts: [hello]}")
     assert "model.vocab_size = 10 is smaller" in refusal(capsys, path, "model.vocab_size=10")
     assert "deepspeed = nowhere.json" in refusal(capsys, path, "deepspeed=nowhere.json")

@@ -50,6 +50,8 @@ def page() -> str:
         for name, field in section.model_fields.items():
             for inner in _listed(field.annotation):
                 parts += [f"### Each of `{key}.{name}`\n\n{inner.__doc__}\n", _table("", inner)]
+            for inner in _optional(field.annotation):
+                parts += [f"### `{key}.{name}`\n\n{inner.__doc__}\n", _table(f"{key}.{name}.", inner)]
     for name, field in Config.model_fields.items():
         for inner in _listed(field.annotation):
             if name not in found:
@@ -80,6 +82,17 @@ def _listed(annotation: Any) -> Iterator[type[BaseModel]]:
         if isinstance(argument, type) and issubclass(argument, BaseModel) and get_origin(annotation) is list:
             yield argument
         yield from _listed(argument)
+
+
+def _optional(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section that a key may hold, or be null."""
+    for argument in get_args(annotation):
+        if (
+            isinstance(argument, type)
+            and issubclass(argument, BaseModel)
+            and get_origin(annotation) is not list
+        ):
+            yield argument
 
 
 def _default(field: FieldInfo) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from wm_ds.config.schema import Config, ConfigError, Samples
+from wm_ds.data.shards import load_manifest
 from wm_ds.engine.engine import Engine
 from wm_ds.errors import WmError
 from wm_ds.packing.tokenizer import make_encoder, open_decoder, open_tokenizer
@@ -75,6 +76,13 @@ def open_sampler(config: Config, seq_len: int) -> Sampler | None:
         decode = open_decoder(folder)
     except WmError as error:
         raise ConfigError(f"log.samples: {error}") from None
+    data = config.data.sources()[0].path
+    packed = load_manifest(data)["tokenizer"].get("sha256")
+    if packed is not None and packed != spec.sha256:
+        raise ConfigError(
+            f"log.samples: {folder} is not the tokenizer that packed {data} (its sha256 differs); give the "
+            "right folder as data.tokenizer"
+        )
     prompts = [ids[a:b].tolist() for a, b in pairwise(offsets)]
     for number, prompt in enumerate(prompts):
         if not prompt:
@@ -90,7 +98,8 @@ def open_sampler(config: Config, seq_len: int) -> Sampler | None:
 def tokenizer_folder(config: Config) -> Path:
     """Where the data's tokenizer lies. Raises ConfigError where it is not there."""
     data = Path(config.data.sources()[0].path)
-    candidates = [Path(config.data.tokenizer)] if config.data.tokenizer else [data / "tokenizer"]
+    named = load_manifest(data)["tokenizer"]["name"]
+    candidates = [Path(config.data.tokenizer)] if config.data.tokenizer else [data / "tokenizer", Path(named)]
     for folder in candidates:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return folder
