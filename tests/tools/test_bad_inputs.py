@@ -17,6 +17,7 @@ OLD = ROOT / "tests/fixtures/old_run"
 # What stands in the place of each program's input is BAD, of its output OUT.
 COMMANDS = {
     "tools.average_checkpoints": ["BAD", "--last", "3", "--output", "OUT"],
+    "tools.chat": ["BAD", "a prompt"],
     "tools.check_export": ["BAD"],
     "tools.count_flops": ["BAD"],
     "tools.export_hf": ["BAD", "--output", "OUT"],
