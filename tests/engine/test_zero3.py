@@ -40,7 +40,6 @@ def results() -> dict[str, list[dict]]:
     return dict(zip(PLANS, answers))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["step", "step, whole"])
 def test_gathering_once_a_step(name: str, results: dict) -> None:
     for rank in results[name]:
