@@ -66,8 +66,8 @@ else
 endif
 
 test-long: $(BUILT)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist load -m "long and not alone and not slow"
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist load -m "long and alone and not slow"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "long and not alone and not slow"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(RANK_WORKERS) --dist loadfile -m "long and alone and not slow"
 
 # Says why and succeeds where there is no root or the packages cannot be had; SLURM_DEV_REQUIRED=1 makes that a failure.
 test-slurm: $(BUILT)
