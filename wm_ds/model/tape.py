@@ -13,7 +13,8 @@ between them:
 those entries and puts the old ones back, so when a step's own backward runs (and, under checkpointing,
 recomputes the step from the buffer) the pool is again what it was when the step ran. `write`'s backward
 waits for the following step's `read` through the token, which makes the order of steps in backward the exact
-reverse. Kept per gradient pass: 2·k·G·d numbers a token.
+reverse. The token has neither value nor gradient: autograd waits for an edge also where None flows back
+along it. Kept per gradient pass: 2·k·G·d numbers a token.
 
 Shapes: B rows, W workspace positions, n positions of a step, D width, k channels, G KV heads, d head width,
 M = 1 + P + W slots of the buffer.
@@ -120,12 +121,13 @@ class _Begin(torch.autograd.Function):
         past_keys: Tensor | None,
         past_values: Tensor | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.tape = tape
         ctx.dtypes = (x_BWD.dtype, dummy_key.dtype, None if past_keys is None else past_keys.dtype)
-        return x_BWD.new_zeros(())
+        return x_BWD.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _token: Tensor) -> tuple:
+    def backward(ctx: Any, _token: Tensor | None) -> tuple:
         tape, (x_dtype, dummy_dtype, past_dtype) = ctx.tape, ctx.dtypes
         sides = (tape.grad_keys, tape.grad_values)
         dummies = [grad[:, :, :, 0].sum(1).to(dummy_dtype) for grad in sides]
@@ -140,19 +142,19 @@ class _Begin(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, positions: range, token: Tensor) -> Tensor:
-        ctx.tape, ctx.positions, ctx.token_like = tape, positions, token.new_zeros(())
+        ctx.tape, ctx.positions = tape, positions
         return tape.x_BWD.data[:, tape.columns(positions)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple:
         ctx.tape.grad_x_BWD[:, ctx.tape.columns(ctx.positions)] += grad_x
-        return None, None, ctx.token_like
+        return None, None, None
 
 
 class _ReadChannel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, channel: int, lengths: list[int], token: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape, ctx.channel, ctx.lengths, ctx.token_like = tape, channel, lengths, token.new_zeros(())
+        ctx.tape, ctx.channel, ctx.lengths = tape, channel, lengths
         ctx.set_materialize_grads(False)
         # `.data` gives the aliases version counters of their own: later writes to the buffer must not
         # invalidate what attention saved, because the buffer is restored before its backward reads it.
@@ -166,7 +168,7 @@ class _ReadChannel(torch.autograd.Function):
             if grad is not None:
                 buffer = tape.grad_keys if index < runs else tape.grad_values
                 buffer[ctx.channel, :, :, : ctx.lengths[index % runs]] += grad
-        return None, None, None, ctx.token_like
+        return None, None, None, None
 
 
 class _Write(torch.autograd.Function):
@@ -180,6 +182,7 @@ class _Write(torch.autograd.Function):
         values: Tensor | None,
         h_BnD: Tensor | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)  # no zeros for the token
         ctx.tape, ctx.positions, ctx.relaxation = tape, update.positions, update.relaxation
         ctx.has_pool, ctx.h_dtype = keys is not None, None if h_BnD is None else h_BnD.dtype
         if keys is not None and values is not None:
@@ -188,38 +191,38 @@ class _Write(torch.autograd.Function):
                 slots = tape.slots(update.positions)
                 ctx.save_for_backward(tape.keys[:, :, :, slots].clone(), tape.values[:, :, :, slots].clone())
         store(tape, update, Computed(keys, values, h_BnD))
-        return token.new_zeros(())
+        return token.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> tuple:
+    def backward(ctx: Any, _token: Tensor | None) -> tuple:
         tape, slots = ctx.tape, ctx.tape.slots(ctx.positions)
         keys = values = h_BnD = None
         if ctx.has_pool:
-            keys = _take(tape.grad_keys, slots, ctx.relaxation).to(ctx.dtypes[0])
-            values = _take(tape.grad_values, slots, ctx.relaxation).to(ctx.dtypes[1])
+            keys = _take(tape.grad_keys, slots, ctx.relaxation, ctx.dtypes[0])
+            values = _take(tape.grad_values, slots, ctx.relaxation, ctx.dtypes[1])
             if ctx.saved_tensors:
                 tape.keys[:, :, :, slots], tape.values[:, :, :, slots] = ctx.saved_tensors
         if ctx.h_dtype is not None:
             h_BnD = tape.grad_hidden_BWD[:, tape.columns(ctx.positions)].to(ctx.h_dtype)
-        return None, None, token, keys, values, h_BnD
+        return None, None, None, keys, values, h_BnD
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, token: Tensor) -> Tensor:
-        ctx.tape, ctx.token_like = tape, token.new_zeros(())
+        ctx.tape = tape
         return tape.hidden_BWD.data
 
     @staticmethod
     def backward(ctx: Any, grad_hidden_BWD: Tensor) -> tuple:
         ctx.tape.start_backward(grad_hidden_BWD)
-        return None, ctx.token_like
+        return None, None
 
 
 class _FinishWithEntries(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tape: Tape, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.tape, ctx.token_like = tape, token.new_zeros(())
+        ctx.tape = tape
         # Copies: backward puts older entries back into the buffer.
         keys, values = (buffer.clone() for buffer in tape.entries())
         return tape.hidden_BWD.data, keys, values
@@ -230,18 +233,17 @@ class _FinishWithEntries(torch.autograd.Function):
         tape.start_backward(grad_hidden_BWD)
         tape.grad_keys[:, :, :, tape.offset :] = grad_keys
         tape.grad_values[:, :, :, tape.offset :] = grad_values
-        return None, ctx.token_like
+        return None, None
 
 
 class _Ordered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
-        ctx.token_like = token.new_zeros(())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple:
-        return grad_x, ctx.token_like
+        return grad_x, None
 
 
 def store(tape: Tape, update: Update, computed: Computed) -> None:
@@ -260,10 +262,15 @@ def overwrite(buffer: Tensor, slots: slice, entries: Tensor, relaxation: float) 
         buffer[:, :, :, slots] += relaxation * (entries.to(buffer.dtype) - buffer[:, :, :, slots])
 
 
-def _take(grad: Tensor, slots: slice, relaxation: float) -> Tensor:
+def _take(grad: Tensor, slots: slice, relaxation: float, dtype: torch.dtype) -> Tensor:
     """Moves the written entries' share of a gradient out of the accumulator; the rest is the old ones'."""
-    taken = grad[:, :, :, slots] * relaxation
-    grad[:, :, :, slots] *= 1.0 - relaxation
+    part = grad[:, :, :, slots]
+    if relaxation == 1.0:
+        taken = part.to(dtype, copy=True)
+        part.zero_()
+        return taken
+    taken = (part * relaxation).to(dtype)
+    part *= 1.0 - relaxation
     return taken
 
 
