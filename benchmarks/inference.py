@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import machine_line
 from benchmarks.turns import take_turns
 from tools.count_flops import prefill as prefill_flops
 from wm_ds.config import load as configuration
@@ -79,6 +80,7 @@ def main() -> int:
         parser.error(f"--cpu-time is for computing on a CPU, the device here is {device}")
     rows = [row for dtype in options.dtypes for row in compare(options, dtype, device)]
     print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print(f"at the end: {machine_line()}", file=sys.stderr)  # stdout may be the JSON
     return 0
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import machine_line
 from benchmarks.naive import naive_hidden
 from benchmarks.turns import take_turns
 from wm_ds.config import load as configuration
@@ -300,9 +301,9 @@ def main() -> int:
         for name, ratio in result["engine"].items():
             print(f"{name:36}{ratio:.3f}")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    print(f"load average of the machine at the end: {load:.1f} on {os.cpu_count()} cores")
+    print(f"at the end: {machine_line()}")
     if options.json:
-        options.json.write_text(json.dumps(result | {"load": load}, indent=2))
+        options.json.write_text(json.dumps(result | {"load": load, "machine": machine_line()}, indent=2))
     return 0
 
 
