@@ -6,8 +6,8 @@ from wm_ds import trained
 
 
 def test_unknown_model_type_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(trained.TrainedError, match="type 'llama'"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(trained.TrainedError, match="type 'gpt2'"):
         trained.find(tmp_path)
 
 

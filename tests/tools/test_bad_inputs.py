@@ -34,6 +34,7 @@ COMMANDS = {
     "tools.sweep": ["BAD", "--plan"],
     "tools.train_tokenizer": ["--input", "BAD", "--output", "OUT", "--vocab-size", "300"],
     "wm_ds.evaluate.__main__": ["perplexity", "BAD", "--data", "BAD"],
+    "wm_ds.plan.operators": ["BAD"],
     "wm_ds.train": ["BAD", "--dry-run"],
 }
 READS_PIPES = ("tools.count_flops", "tools.plan_memory", "wm_ds.train")

@@ -607,6 +607,7 @@ from .pool import *
 from .schedule import *
 from .shard import *
 from .sharing import *
+from .spans import *
 from .stack import *
 from .tape import *
 from .updates import *

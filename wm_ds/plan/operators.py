@@ -172,11 +172,18 @@ def _place(call: Call, origin: dict[int, tuple[str, str]]) -> Place:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a trace. Raises TraceError."""
+    if path.is_fifo():
+        raise TraceError(f"{path} is a pipe; give the trace's file")
     try:
         data = path.read_bytes()
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
     except (ValueError, EOFError, KeyError, TypeError) as error:
         raise TraceError(f"{path} is no trace of a profiler ({type(error).__name__})") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run_cli(command, arguments)
 
 
 def command(arguments: list[str] | None = None) -> None:
@@ -202,4 +209,4 @@ def command(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(command))
+    sys.exit(main())
